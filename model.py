@@ -1,0 +1,184 @@
+"""The target: a small GPT with the GPT-2 architecture, its KV cache, and taps on its hidden states.
+
+What is here and nowhere else:
+  GPT.forward   one pass over tokens: a plain sequence, a continuation of a cache, or a tree of drafted tokens
+  KVCache       preallocated keys and values; accepting a path of a tree moves rows, nothing is encoded twice
+  rope          rotary positions, which the drafters use (the target's own positions are learned)
+
+Notation: L layers, d = n_embd, V = vocab_size, S = slots in the cache, N = nodes in a draft.
+  h[0] = embedding, h[l] = output of block l, h[L] = after the final norm, the direct input of the LM head.
+
+Sources: GPT-2 (Radford et al. 2019), the layout of nanoGPT; tree attention: SpecInfer (arXiv 2305.09781, sec. 4.2).
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+torch.set_flush_denormal(True)  # confident softmax tails are denormal numbers, and a CPU computes with those 50 times slower
+
+
+@dataclass
+class GPTConfig:
+    max_seq_len: int = 256  # the context: learned positions 0..255
+    vocab_size: int = 1024
+    n_layer: int = 12       # deep and narrow: a draft layer has to be cheap beside the target
+    n_head: int = 6
+    n_embd: int = 192
+    bias: bool = True       # GPT-2 has biases everywhere; False leaves them out of Linear and LayerNorm
+
+
+def rope(x, positions, base=10000.0):
+    """Rotary positions (Su et al. 2104.09864). x (..., T, hd), positions (T,) -> the same shape, rotated."""
+    half = x.shape[-1] // 2
+    freq = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = positions[:, None].float() * freq  # (T, hd/2)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class KVCache:
+    """Keys and values of `pos` committed tokens, in buffers whose shape never changes.
+
+    kv (n_layer, 2, 1, n_head, slots, head_dim); pos, a 0-d tensor on the device. Rows at and beyond pos are rejected or
+    unwritten: they are masked, and overwritten by the next pass. `span` is the number of slots a pass attends to: all of
+    them on CUDA (static shapes, so that a pass can be captured in a graph), on a CPU only as many as the text needs.
+    """
+
+    def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None):
+        self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
+        self.pos = torch.zeros((), dtype=torch.long, device=device)
+        self.span = slots
+        self.index = torch.arange(slots, device=device)
+
+    def reserve(self, n):
+        """Lets the next passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
+        if not self.kv.is_cuda:
+            self.span = min((n + 63) // 64 * 64, self.kv.shape[4])
+
+    def append(self, layer, slots, kv):
+        """Writes kv (2, 1, n_head, T, head_dim) at slots (T,); returns the keys and values (1, n_head, span, head_dim)."""
+        self.kv[layer].index_copy_(3, slots, kv)
+        return self.kv[layer, 0, :, :, :self.span], self.kv[layer, 1, :, :, :self.span]
+
+    def mask(self, ancestors):
+        """ancestors (T, T) or (1, T), 0 where row i may see new row j and -inf elsewhere -> (T or 1, span): the committed
+        prefix is visible to every row, whatever lies beyond the T new rows to none."""
+        T = ancestors.shape[-1]
+        padded = F.pad(F.pad(ancestors, (1, 0)), (0, 1), value=-math.inf)  # prefix | new rows | beyond
+        return padded.index_select(1, (self.index[:self.span] - self.pos + 1).clamp(0, T + 1))
+
+    def keep(self, path, n):
+        """Commits n rows: moves the rows of path (P,), node numbers of the last pass, to pos, pos+1, ... and advances pos
+        by n (0-d tensor, n <= P). Entries of path at and after n are padding. All rows are read before one is written."""
+        rows = self.kv.index_select(4, self.pos + path)
+        self.kv.index_copy_(4, self.pos + self.index[:len(path)], rows)
+        self.pos += n
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP (GPT-2)."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.n_head = c.n_head
+        self.ln_1 = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.attn_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        self.ln_2 = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.mlp_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+
+    def forward(self, x, layer=0, cache=None, slots=None, mask=None):
+        B, T, d = x.shape
+        qkv = self.c_attn(self.ln_1(x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hd)
+        q, k, v = qkv
+        if cache is not None:
+            k, v = cache.append(layer, slots, qkv[1:])  # (1, nh, span, hd)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cache is None)
+        x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, d))
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        assert c.n_embd % c.n_head == 0, "n_head has to divide n_embd"
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.max_seq_len, c.n_embd)
+        self.blocks = nn.ModuleList([Block(c) for _ in range(c.n_layer)])
+        self.ln_f = nn.LayerNorm(c.n_embd, bias=c.bias)
+        for name, p in self.named_parameters():  # GPT-2's initialisation; projections into the residual stream start smaller
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if name.endswith("proj.weight") else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def embed(self, tokens):
+        """Token embeddings, without positions: tokens (...) -> (..., d)."""
+        return F.embedding(tokens, self.wte.weight)
+
+    def head(self, h):
+        """The LM head, tied to the token embedding: h (..., d) -> logits (..., V)."""
+        return F.linear(h, self.wte.weight)
+
+    def new_cache(self, extra=0):
+        """An empty cache for the whole context and `extra` slots, so that a draft at the end of the context still fits."""
+        c, w = self.config, self.wte.weight
+        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.max_seq_len + extra, w.device, w.dtype)
+
+    def forward(self, idx, cache=None, tree=None, taps=()):
+        """idx (B, T) -> logits (B, T, V), [h[l] (B, T, d) for l in taps].
+
+        Without a cache: a plain causal pass over positions 0..T-1.
+        With a cache (B = 1): the T tokens follow the cache.pos committed ones and their keys and values are written behind
+        them; pos does not move (KVCache.keep commits). With a tree (verify.Topology of T nodes) token i stands at slot
+        pos+i and at position pos+depth[i], and sees the committed prefix and its own ancestors.
+        Positions beyond the context are clamped: such nodes compute rubbish that decoding never accepts.
+        """
+        T = idx.shape[1]
+        slots = mask = None
+        if cache is None:
+            assert T <= self.config.max_seq_len, f"{T} tokens do not fit a context of {self.config.max_seq_len}"
+            positions = torch.arange(T, device=idx.device)
+        else:
+            slots = cache.pos + cache.index[:T]
+            if tree is None:
+                causal = torch.full((T, T), -math.inf, device=idx.device, dtype=cache.kv.dtype).triu(1)
+                positions, mask = slots, cache.mask(causal)
+            else:
+                positions, mask = cache.pos + tree.depth, cache.mask(tree.ancestors.to(cache.kv.dtype))
+            positions = positions.clamp(max=self.config.max_seq_len - 1)
+        h = self.embed(idx) + self.wpe(positions)
+        kept = {0: h}
+        for l, block in enumerate(self.blocks):
+            h = kept[l + 1] = block(h, l, cache, slots, mask)
+        h = kept[len(self.blocks)] = self.ln_f(h)
+        return self.head(h), [kept[l] for l in taps]
+
+
+def load_gpt2(weights):
+    """A GPT from GPT-2 weights in the published layout.
+
+    weights: dict of name -> tensor, with or without the prefix "transformer.". The published projections are Conv1D, that
+    is (in, out): they are transposed here. Raises KeyError for a name that is missing.
+    """
+    w = {k.removeprefix("transformer."): v for k, v in weights.items()}
+    n_layer = 1 + max(int(k.split(".")[1]) for k in w if k.startswith("h."))
+    V, d = w["wte.weight"].shape
+    config = GPTConfig(w["wpe.weight"].shape[0], V, n_layer, n_head=max(1, d // 64), n_embd=d, bias=True)
+    names = {"ln_1": "ln_1", "attn.c_attn": "c_attn", "attn.c_proj": "attn_proj", "ln_2": "ln_2",
+             "mlp.c_fc": "c_fc", "mlp.c_proj": "mlp_proj"}
+    ours = {k: w[k] for k in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
+    for l in range(n_layer):
+        for theirs, name in names.items():
+            weight = w[f"h.{l}.{theirs}.weight"]
+            ours[f"blocks.{l}.{name}.weight"] = weight.t() if weight.dim() == 2 else weight
+            ours[f"blocks.{l}.{name}.bias"] = w[f"h.{l}.{theirs}.bias"]
+    model = GPT(config)
+    model.load_state_dict(ours)
+    return model

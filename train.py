@@ -1,0 +1,826 @@
+"""Data, tokenizer, optimiser, checkpoints, and the training of the target itself.
+
+    python train.py                     trains the target on text that every Python installation carries
+    python train.py --steps 2000        longer
+    python train.py --prompt "def "     continues a text with the trained target
+    python train.py --init gpt2         takes real GPT-2 weights instead of training
+
+Three domains, because a draft's acceptance depends on what is written:
+    math    worked problems, made up here, endless and correct
+    code    the source of Python's standard library
+    prose   its docstrings and help topics
+Text whose checksum is 0 modulo 8 (by file for code and prose, by problem for math) is held out and never trained on.
+"""
+import argparse
+import ast
+import contextlib
+import hashlib
+import heapq
+import json
+import math
+import os
+import pickle
+import random
+import sys
+import sysconfig
+import time
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+
+import regex
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import model
+import verify
+
+END = "<|endoftext|>"
+
+
+class UserError(Exception):
+    """Wrong use: its text, one line that says what to do, is all that the user sees."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: worked problems
+# ---------------------------------------------------------------------------------------------------------------------
+NAMES = "Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas Kofi Lena Mei Nils Olga Priya Rosa Sam Tariq Uma".split()
+THINGS = "apples books coins pencils stamps marbles cards shells stickers tickets".split()
+
+
+def word_problem(r):
+    """Additions, subtractions and one multiplication in a small story."""
+    name, thing, n = r.choice(NAMES), r.choice(THINGS), r.randint(5, 60)
+    text, steps = [f"{name} has {n} {thing}."], []
+    for _ in range(r.randint(2, 3)):
+        kind, k = r.choice(("buys", "finds", "gives away", "loses", "times")), r.randint(2, 30)
+        if kind == "times" and n < 100:
+            k = r.randint(2, 4)
+            text.append(f"Then the number of {thing} grows to {k} times as many.")
+            steps.append(f"{n} * {k} = {n * k}, so {name} now has {n * k} {thing}.")
+            n *= k
+        elif kind in ("gives away", "loses") and k <= n:
+            text.append(f"Then {name} {kind} {k} {thing}.")
+            steps.append(f"{n} - {k} = {n - k}, so {name} now has {n - k} {thing}.")
+            n -= k
+        else:
+            kind = kind if kind in ("buys", "finds") else "gets"
+            text.append(f"Then {name} {kind} {k} {thing}.")
+            steps.append(f"{n} + {k} = {n + k}, so {name} now has {n + k} {thing}.")
+            n += k
+    return " ".join(text) + f" How many {thing} does {name} have now?", steps, n
+
+
+def shopping(r):
+    """Prices times quantities, a total, and the change."""
+    name, n = r.choice(NAMES), r.randint(2, 3)
+    items = [(thing, r.randint(2, 9), r.randint(2, 9)) for thing in r.sample(THINGS, n)]
+    total = sum(k * price for _, k, price in items)
+    paid = (total // 50 + 1) * 50
+    text = f"{name} buys " + " and ".join(f"{k} {thing} at {price} dollars each" for thing, k, price in items)
+    steps = [f"The {thing} cost {k} * {price} = {k * price} dollars." for thing, k, price in items]
+    steps.append("Together that is " + " + ".join(str(k * price) for _, k, price in items) + f" = {total} dollars.")
+    steps.append(f"{name} gets back {paid} - {total} = {paid - total} dollars.")
+    return text + f", and pays with {paid} dollars. How many dollars does {name} get back?", steps, paid - total
+
+
+def addition(r):
+    """Written addition, digit by digit with carries."""
+    a, b, carry, steps = r.randint(100, 9999), r.randint(100, 9999), 0, []
+    for i, place in zip(range(len(str(max(a, b)))), ("ones", "tens", "hundreds", "thousands")):
+        x, y = a // 10**i % 10, b // 10**i % 10
+        s = x + y + carry
+        with_carry = f" + {carry}" if carry else ""
+        steps.append(f"The {place}: {x} + {y}{with_carry} = {s}, write {s % 10}, carry {s // 10}.")
+        carry = s // 10
+    return f"Add {a} and {b}.", steps, a + b
+
+
+def multiplication(r):
+    """Long multiplication by partial products."""
+    a, b = r.randint(12, 99), r.randint(12, 99)
+    tens, ones = b // 10 * 10, b % 10
+    steps = [f"Split {b} into {tens} + {ones}.", f"{a} * {tens} = {a * tens}.", f"{a} * {ones} = {a * ones}.",
+             f"{a * tens} + {a * ones} = {a * b}."]
+    return f"Multiply {a} by {b}.", steps, a * b
+
+
+def equation(r):
+    """A linear equation in one unknown."""
+    x, a, b, v = r.randint(-9, 12), r.randint(2, 9), r.randint(1, 30), r.choice("xyzn")
+    sign, back, verb = r.choice((("+", "-", "Subtract"), ("-", "+", "Add")))
+    c = a * x + b if sign == "+" else a * x - b
+    steps = [f"{verb} {b} on both sides: {a}{v} = {c} {back} {b} = {a * x}.",
+             f"Divide both sides by {a}: {v} = {a * x} / {a} = {x}."]
+    return f"Solve {a}{v} {sign} {b} = {c} for {v}.", steps, x
+
+
+def fractions(r):
+    """A sum of two fractions, over the common denominator and in lowest terms."""
+    b, d = r.sample(range(2, 10), 2)
+    a, c = r.randint(1, b), r.randint(1, d)
+    top, bottom, g = a * d + c * b, b * d, math.gcd(a * d + c * b, b * d)
+    steps = [f"The common denominator is {b} * {d} = {bottom}.",
+             f"{a}/{b} = {a * d}/{bottom} and {c}/{d} = {c * b}/{bottom}.",
+             f"{a * d} + {c * b} = {top}, so the sum is {top}/{bottom}.",
+             f"The greatest common divisor of {top} and {bottom} is {g}, which gives {top // g}/{bottom // g}."]
+    return f"Compute {a}/{b} + {c}/{d}.", steps, Fraction(top, bottom)
+
+
+def sorting(r):
+    """Selection sort, the smallest first."""
+    left, done, steps = r.sample(range(1, 100), r.randint(4, 6)), [], []
+    text = f"Sort the numbers {', '.join(map(str, left))}."
+    while len(left) > 1:
+        done.append(min(left))
+        left.remove(done[-1])
+        steps.append(f"The smallest is {done[-1]}. Left: {', '.join(map(str, left))}.")
+    return text, steps, ", ".join(map(str, done + left))
+
+
+def percentage(r):
+    """A percentage of a number, by way of one percent."""
+    p, n = r.choice(range(5, 100, 5)), r.randint(1, 20) * 100
+    steps = [f"1 percent of {n} is {n} / 100 = {n // 100}.", f"{p} percent is {p} * {n // 100} = {p * n // 100}."]
+    return f"What is {p} percent of {n}?", steps, p * n // 100
+
+
+def sequence(r):
+    """A member of an arithmetic sequence, written out one by one."""
+    a, d, n = r.randint(1, 40), r.randint(2, 12), r.randint(5, 8)
+    steps = [f"The difference is {d}."] + [f"Number {i}: {a + (i - 2) * d} + {d} = {a + (i - 1) * d}." for i in range(4, n + 1)]
+    return f"A sequence starts {a}, {a + d}, {a + 2 * d} and goes on in the same way. What is number {n}?", steps, a + (n - 1) * d
+
+
+PROBLEMS = (word_problem, shopping, addition, multiplication, equation, fractions, sorting, percentage, sequence)
+ASK = ("Problem: {}", "Question: {}", "Exercise. {}")
+
+
+def worked_problem(r):
+    """One problem from the random generator r -> (the question, the worked solution with its answer, the answer)."""
+    question, steps, answer = r.choice(PROBLEMS)(r)
+    return r.choice(ASK).format(question) + "\nSolution:", " " + "\n".join(steps) + f"\nAnswer: {answer}\n", str(answer)
+
+
+def answer_of(text):
+    """What a generated solution gives as its answer, or None."""
+    found = regex.search(r"Answer: ([^\n]+)\n", text)
+    return found and found[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: the corpus
+# ---------------------------------------------------------------------------------------------------------------------
+def held_out(key):
+    return zlib.crc32(key.encode()) % 8 == 0
+
+
+def math_texts(n, seed, holdout):
+    """n distinct problems from one side of the split, as (question, solution, answer)."""
+    r, texts = random.Random(seed), {}
+    while len(texts) < n:
+        question, solution, answer = worked_problem(r)
+        key = question.split(" ", 1)[1]  # the same problem under another heading is the same problem
+        if held_out(key) == holdout:
+            texts[key] = (question, solution, answer)
+    return list(texts.values())
+
+
+def stdlib_files():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "encodings", "site-packages", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "__pycache__",
+            "ensurepip", "config", "turtledemo"}
+    files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
+    return [(f.relative_to(root).as_posix(), f) for f in files]
+
+
+def docstrings(source):
+    """All docstrings of at least three lines in a Python source, outermost first."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                doc = ast.get_docstring(node)
+                if doc and doc.count("\n") >= 3:
+                    yield doc
+
+
+def read_corpus(data=None, quiet=False):
+    """Returns {domain: {"train": [document], "held": [document]}}; a document is a string.
+
+    data: a text file or a folder of text files to use instead of the embedded corpus (one domain, "text"; a folder is split
+    by file, a single file at 7/8 of its length). Raises UserError where nothing can be read.
+    """
+    corpus = defaultdict(lambda: {"train": [], "held": []})
+
+    def add(domain, key, text):
+        corpus[domain]["held" if held_out(key) else "train"].append(text)
+
+    if data is not None:
+        path = Path(data)
+        if not path.exists():
+            raise UserError(f"--data {data}: no such file or folder")
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        texts = []
+        for f in files:
+            try:
+                texts.append(f.read_text(encoding="utf-8"))
+            except (UnicodeDecodeError, OSError) as error:
+                if path.is_file():
+                    raise UserError(f"--data {data}: cannot be read as UTF-8 text ({error})") from None
+        texts = [t for t in texts if t.strip()]
+        if not texts:
+            raise UserError(f"--data {data}: holds no text")
+        if len(texts) > 1:
+            for i, text in enumerate(texts):
+                corpus["text"]["held" if i % 8 == 7 or i == len(texts) - 1 else "train"].append(text)
+        else:
+            cut = len(texts[0]) * 7 // 8
+            corpus["text"] = {"train": [texts[0][:cut]], "held": [texts[0][cut:]]}
+        return corpus
+    for holdout, n in ((False, 12000), (True, 400)):
+        corpus["math"]["held" if holdout else "train"] = [q + s for q, s, _ in math_texts(n, 1234, holdout)]
+    for name, f in tqdm(stdlib_files(), "reading the standard library", leave=False, disable=quiet):
+        with contextlib.suppress(UnicodeDecodeError, OSError):
+            source = f.read_text(encoding="utf-8")
+            add("code", name, source)
+            for doc in docstrings(source):
+                add("prose", name, doc)
+    with contextlib.suppress(ImportError):
+        from pydoc_data.topics import topics
+        for name, text in topics.items():
+            add("prose", name, text)
+    return corpus
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer: byte-level BPE (Sennrich et al. 2016; GPT-2's bytes), trained here, run by tiktoken
+# ---------------------------------------------------------------------------------------------------------------------
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""  # digits stand alone
+
+
+def train_bpe(text, vocab_size, quiet=False):
+    """Merges of the most frequent pair, ties by first bytes; pairs are counted once and then kept up to date.
+    Returns {bytes: rank} with vocab_size - 1 entries (the last id is END) or fewer where the text has no more pairs."""
+    words = [[list(bytes([b]) for b in w.encode()), n] for w, n in Counter(regex.findall(PATTERN, text)).items()]
+    ranks = {bytes([b]): b for b in range(256)}
+    count, where = Counter(), defaultdict(set)
+    for i, (parts, n) in enumerate(words):
+        for pair in zip(parts, parts[1:]):
+            count[pair] += n
+            where[pair].add(i)
+    heap = [(-n, pair) for pair, n in count.items()]
+    heapq.heapify(heap)
+    bar = tqdm(total=vocab_size - 257, desc="training the tokenizer", leave=False, disable=quiet)
+    while len(ranks) < vocab_size - 1 and heap:
+        n, pair = heapq.heappop(heap)
+        if -n != count[pair]:  # an entry from before other merges changed the count
+            if count[pair] > 0:
+                heapq.heappush(heap, (-count[pair], pair))
+            continue
+        ranks[pair[0] + pair[1]] = len(ranks)
+        bar.update()
+        changed = set()
+        for i in where.pop(pair):
+            parts, n = words[i]
+            for old in zip(parts, parts[1:]):
+                count[old] -= n
+                changed.add(old)
+            merged, j = [], 0
+            while j < len(parts):
+                step = 2 if tuple(parts[j:j + 2]) == pair else 1
+                merged.append(b"".join(parts[j:j + step]))
+                j += step
+            words[i][0] = merged
+            for new in zip(merged, merged[1:]):
+                count[new] += n
+                where[new].add(i)
+                changed.add(new)
+        for p in changed - {pair}:
+            if count[p] > 0:
+                heapq.heappush(heap, (-count[p], p))
+        count[pair] = 0
+    bar.close()
+    return ranks
+
+
+def encoding(tokenizer):
+    """The tiktoken Encoding of a tokenizer as it stands in a checkpoint: {"ranks": [latin-1]} or {"name": "gpt2"}."""
+    if "name" in tokenizer:
+        try:
+            return tiktoken.get_encoding(tokenizer["name"])
+        except Exception as error:  # requests' errors, by way of tiktoken
+            raise UserError(f"the {tokenizer['name']} tokenizer cannot be loaded without a network once "
+                            f"(set TIKTOKEN_CACHE_DIR to a folder that has it): {type(error).__name__}") from None
+    ranks = {piece.encode("latin-1"): i for i, piece in enumerate(tokenizer["ranks"])}
+    return tiktoken.Encoding("corpus-bpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+
+
+class Data:
+    """The corpus as tokens, and what training and measuring take from it.
+
+    tokens[domain][side]: (n,) int64, documents separated by END; starts: where a line or a document begins, so that
+    sequences begin as prompts do; bytes: the size in UTF-8, for losses per byte.
+    """
+    SHARE = {"math": 0.5, "code": 0.3, "prose": 0.2, "text": 1.0}  # of the sequences in a batch
+
+    def __init__(self, corpus, enc, seq_len, quiet=False):
+        self.enc, self.seq_len, self.corpus = enc, seq_len, corpus
+        self.tokens, self.starts, self.bytes = {}, {}, {}
+        newline = torch.tensor([b"\n" in enc.decode_single_token_bytes(i) for i in range(enc.n_vocab - 1)] + [True])
+        for domain in tqdm(corpus, "encoding", leave=False, disable=quiet):
+            for side, documents in corpus[domain].items():
+                ids = [i for doc in enc.encode_ordinary_batch(documents, num_threads=2) for i in doc + [enc.eot_token]]
+                t = torch.tensor(ids)
+                if len(t) <= seq_len:
+                    raise UserError(f"the {side} part of the corpus ({domain}) has {len(t)} tokens, fewer than one sequence of "
+                                    f"--seq_len {seq_len}: give more text or a smaller --seq_len")
+                is_start = t == enc.eot_token if domain == "math" else newline[t]
+                start = torch.cat([torch.zeros(1, dtype=torch.long), is_start.nonzero()[:, 0] + 1])
+                start = start[start < len(t) - seq_len]
+                self.tokens[domain, side], self.starts[domain, side] = t, start
+                self.bytes[domain, side] = sum(len(d.encode()) for d in documents)
+        self.domains = list(corpus)
+
+    def batch(self, step, batch_size, seed=0, side="train", domain=None):
+        """(batch_size, seq_len) tokens, a function of its arguments alone, so that a resumed run sees the same text."""
+        g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {side}".encode()))
+        share = torch.tensor([self.SHARE[d] for d in self.domains])
+        rows = []
+        for k in torch.multinomial(share, batch_size, replacement=True, generator=g).tolist():
+            key = domain or self.domains[k], side
+            i = self.starts[key][torch.randint(len(self.starts[key]), (), generator=g)]
+            rows.append(self.tokens[key][i:i + self.seq_len])
+        return torch.stack(rows)
+
+    def prompts(self, n, seed=0):
+        """Held-out prompts: {domain: [(tokens of the prompt, right answer or None)]}, n each."""
+        r, found = random.Random(seed), {}
+        for domain in self.domains:
+            if domain == "math":
+                found[domain] = [(self.enc.encode_ordinary(q), a) for q, _, a in math_texts(n, 99 + seed, True)]
+            else:
+                t, starts = self.tokens[domain, "held"], self.starts[domain, "held"]
+                picks = [int(starts[r.randrange(len(starts))]) for _ in range(n)]
+                found[domain] = [(t[i:i + self.seq_len // 4].tolist(), None) for i in picks]
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimiser
+# ---------------------------------------------------------------------------------------------------------------------
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), for matrices.
+
+    torch.optim.Muon always iterates in bfloat16, which a CPU without bf16 units emulates: 9 s for a step that takes 0.3 s
+    here, in fp32 and over all matrices of one shape at once.
+    """
+
+    def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            by_shape = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape[p.shape].append(p)
+            for (rows, cols), params in by_shape.items():
+                updates = []
+                for p in params:
+                    buf = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    buf.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(buf, group["momentum"]))  # Nesterov
+                x = torch.stack(updates)
+                x = x.mT if rows > cols else x
+                x = x.bfloat16() if x.is_cuda else x
+                x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+                for _ in range(5):  # a quintic whose fixed points lie around 1: all singular values move there
+                    a = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                x = x.mT if rows > cols else x
+                for p, u in zip(params, x):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(u, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+
+
+class Optimiser:
+    """Muon for the matrices inside the network, AdamW for everything else; warmup, then a linear way down to a tenth."""
+
+    def __init__(self, module, lr, steps, lr_adam=3e-3):
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        matrices = [p for n, p in named if p.dim() == 2 and not n.startswith(("wte", "wpe"))]
+        rest = [p for n, p in named if p.dim() != 2 or n.startswith(("wte", "wpe"))]
+        self.params, self.steps = [p for _, p in named], steps
+        self.parts = [(Muon(matrices, lr), lr), (torch.optim.AdamW(rest or [torch.zeros(1, requires_grad=True)], lr_adam, betas=(0.9, 0.95), weight_decay=0.0), lr_adam)]
+
+    def step(self, step):
+        """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
+        warmup = max(1, self.steps // 25)  # 4 %
+        scale = min((step + 1) / warmup, 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup))
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        for part, lr in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self):
+        return [part.state_dict() for part, _ in self.parts]
+
+    def load_state_dict(self, states):
+        for (part, _), state in zip(self.parts, states):
+            part.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line: the flags that all commands share
+# ---------------------------------------------------------------------------------------------------------------------
+def flag(default, help):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class CommonArgs:
+    train: bool = flag(False, "train, then report")
+    prompt: str = flag(None, "text to continue")
+    bench: bool = flag(False, "measure on held-out prompts, next to plain decoding")
+    json: bool = flag(False, "end with the report as one line of JSON")
+    verbose: bool = flag(False, "one line per round: what was drafted, accepted, supplied by the target")
+    seed: int = flag(0, "of all random numbers")
+    device: str = flag("auto", "cpu, cuda, cuda:1 ...; auto takes CUDA where it is")
+    dtype: str = flag("auto", "of inference: float32, bfloat16, float64; auto: bfloat16 on CUDA, float32 on a CPU")
+    target: str = flag("out/target.pt", "checkpoint of the target")
+    init: str = flag(None, "take the target from GPT-2 weights: gpt2, gpt2-medium, gpt2-large, gpt2-xl or a file")
+    ckpt: str = flag(None, "checkpoint to write and read (default: out/ and the command's name)")
+    data: str = flag(None, "a text file or folder instead of the embedded corpus")
+    resume: bool = flag(False, "go on from the checkpoint, up to --steps")
+    max_new_tokens: int = flag(128, "to generate, per prompt")
+    temperature: float = flag(0.0, "of sampling; 0 is greedy. A report covers 0 and 1 unless this is given")
+    top_k: int = flag(None, "sample from the k likeliest tokens")
+    top_p: float = flag(None, "sample from the smallest set of this mass")
+    prompts: int = flag(10, "held-out prompts per domain in a report")
+
+
+@dataclass
+class Args(CommonArgs):
+    steps: int = flag(400, "optimiser steps")
+    batch_size: int = flag(8, "sequences per step")
+    seq_len: int = flag(256, "tokens per sequence")
+    lr: float = flag(0.02, "learning rate of Muon; AdamW has 0.003")
+    n_layer: int = flag(12, "blocks")
+    n_head: int = flag(6, "attention heads")
+    n_embd: int = flag(192, "width")
+    vocab_size: int = flag(1024, "entries of the tokenizer")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message + f" (see python {Path(sys.argv[0]).name} --help)")
+
+
+def parse(Args, doc, argv=None):
+    """The command line as an Args; raises UserError for values that make no sense."""
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    for f in fields(Args):
+        kind = {"bool": bool, "int": int, "float": float, "str": str}[f.type if isinstance(f.type, str) else f.type.__name__]
+        default = "" if f.default in (None, False) else f" [{f.default}]"
+        how = dict(action="store_true") if kind is bool else dict(type=kind, default=f.default)
+        parser.add_argument("--" + f.name, help=f.metadata["help"] + default, **how)
+    given = parser.parse_args(argv)
+    args = Args(**vars(given))
+    args.temperature_given = any(a.split("=")[0] == "--temperature" for a in (sys.argv[1:] if argv is None else argv))
+
+    def need(ok, message):
+        if not ok:
+            raise UserError(message)
+
+    for name in ("steps", "batch_size", "seq_len", "n_layer", "n_head", "n_embd", "top_k", "prompts"):
+        value = getattr(args, name, None)
+        need(value is None or value > 0, f"--{name} has to be at least 1, not {value}")
+    need(args.max_new_tokens >= 0, f"--max_new_tokens cannot be negative ({args.max_new_tokens})")
+    need(args.temperature >= 0 and math.isfinite(args.temperature), f"--temperature has to be 0 (greedy) or more, not {args.temperature}")
+    need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p lies above 0 and at most at 1, not {args.top_p}")
+    need(getattr(args, "lr", 1) > 0, f"--lr has to be positive, not {getattr(args, 'lr', 1)}")
+    need(not hasattr(args, "n_head") or args.n_embd % args.n_head == 0, "--n_head has to divide --n_embd")
+    need(getattr(args, "vocab_size", 512) > 300, "--vocab_size has to exceed 300: 256 bytes come first")
+    need(args.prompt is None or args.prompt != "", "--prompt is empty: give at least one character")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(args.device)
+        need(device.type in ("cpu", "cuda"), f"--device {args.device}: only cpu and cuda are supported")
+        need(device.type != "cuda" or torch.cuda.is_available(), f"--device {args.device}: this PyTorch sees no CUDA device; use --device cpu")
+        need(device.type != "cuda" or (device.index or 0) < torch.cuda.device_count(), f"--device {args.device}: there are {torch.cuda.device_count()} CUDA devices")
+    except RuntimeError:
+        raise UserError(f"--device {args.device}: unknown; use cpu or cuda") from None
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    need(args.dtype in ("float32", "bfloat16", "float64"), f"--dtype {args.dtype}: use float32, bfloat16 or float64")
+    name = Path(sys.argv[0]).stem
+    args.name = "target" if name == "train" else name
+    if args.init:
+        args.target = f"out/{Path(args.init).stem}.pt"
+    if args.name == "target":
+        args.ckpt = args.ckpt or args.target
+    suffix = "" if args.target == CommonArgs.target else "-" + Path(args.target).stem
+    args.ckpt = args.ckpt or f"out/{args.name}{suffix}.pt"
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+def save(path, checkpoint):
+    """Writes under a temporary name and renames, so that the file is always a complete one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path, kind):
+    """Reads a checkpoint and checks what it is; raises UserError if it is not a complete checkpoint of this kind."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, OSError) as error:
+        raise UserError(f"{path}: not a readable checkpoint, perhaps cut short; delete it and train again "
+                        f"({type(error).__name__})") from None
+    if not isinstance(checkpoint, dict) or "kind" not in checkpoint:
+        raise UserError(f"{path}: a PyTorch file, but not a checkpoint of this project")
+    if checkpoint["kind"] != kind:
+        raise UserError(f"{path}: holds a {checkpoint['kind']} checkpoint, and this needs {kind}")
+    return checkpoint
+
+
+def fingerprint(target):
+    """16 hex digits that identify the weights of a target, whatever their dtype and device were since."""
+    digest = hashlib.sha256()
+    for name, p in sorted(target.state_dict().items()):
+        digest.update(name.encode() + p.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def target_from(checkpoint, device, dtype=torch.float32):
+    target = model.GPT(model.GPTConfig(**checkpoint["config"]))
+    target.load_state_dict(checkpoint["model"])
+    target.tokenizer = checkpoint["tokenizer"]
+    target.fingerprint = checkpoint["fingerprint"]
+    return target.to(device, dtype).eval().requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Real GPT-2 weights
+# ---------------------------------------------------------------------------------------------------------------------
+def read_weights(path):
+    """{name: tensor} from a .safetensors or a PyTorch .bin file."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        return torch.load(path, map_location="cpu", weights_only=True)
+    raw = path.read_bytes()  # 8 bytes: length of the header; the header, JSON; the tensors
+    size = int.from_bytes(raw[:8], "little")
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    weights = {}
+    for name, info in json.loads(raw[8:8 + size]).items():
+        if name != "__metadata__" and info["dtype"] in kinds:
+            begin, end = (8 + size + o for o in info["data_offsets"])
+            flat = torch.frombuffer(bytearray(raw[begin:end]), dtype=kinds[info["dtype"]])
+            weights[name] = flat.view(info["shape"]).float()
+    return weights
+
+
+def init_target(args):
+    """--init: converts GPT-2 weights, from a file or over the network, into a target checkpoint. A tokenizer for a file: the
+    file tokenizer.json beside it ({"ranks": [...]}, as our own checkpoints have it), otherwise GPT-2's."""
+    if args.init in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+        file = Path("out") / f"{args.init}.safetensors"
+        if not file.exists():
+            url = f"https://huggingface.co/openai-community/{args.init}/resolve/main/model.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            temporary = file.with_name("." + file.name)
+            try:
+                import urllib.request
+                with tqdm(desc=f"fetching {args.init}", unit="B", unit_scale=True) as bar:
+                    urllib.request.urlretrieve(url, temporary, lambda n, block, total: (setattr(bar, "total", total), bar.update(block)))
+                os.replace(temporary, file)
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise UserError(f"--init {args.init}: cannot fetch {url} ({error}); with the file at hand, use --init FILE") from None
+    else:
+        file = Path(args.init)
+        if not file.is_file():
+            raise UserError(f"--init {args.init}: no such file, and not one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
+    beside = file.with_name("tokenizer.json")
+    tokenizer = {"name": "gpt2"}
+    try:
+        if beside.is_file() and "ranks" in (found := json.loads(beside.read_text())):
+            tokenizer = {"ranks": found["ranks"]}
+        target = model.load_gpt2(read_weights(file))
+    except (KeyError, ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise UserError(f"--init {args.init}: not GPT-2 weights in the published layout ({type(error).__name__}: {error})") from None
+    enc = encoding(tokenizer)
+    if enc.n_vocab != target.config.vocab_size:
+        raise UserError(f"--init {args.init}: {target.config.vocab_size} embeddings, but the tokenizer has {enc.n_vocab} entries")
+    save(args.target, {"kind": "target", "model": target.state_dict(), "config": asdict(target.config), "args": {}, "step": 0,
+                       "tokenizer": tokenizer, "fingerprint": fingerprint(target)})
+    print(f"{args.init}: {sum(p.numel() for p in target.parameters()) / 1e6:.1f} M parameters, written to {args.target}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training: what is the same for the target and for every drafter
+# ---------------------------------------------------------------------------------------------------------------------
+class Run:
+    """The frame of a training loop: `for step in run` shows a progress bar with the loss and the time left, logs to
+    out/NAME.jsonl, saves at the end, every minute, and after Ctrl-C, and resumes. With torchrun every process takes its share
+    of the batch and gradients are averaged (DistributedDataParallel); the first one talks and writes.
+
+    probe: a function that returns a line to print, called about once a minute.
+    extra(): what the checkpoint holds beside the weights, "kind" above all.
+    """
+
+    def __init__(self, args, module, optimiser, extra, probe=None):
+        self.args, self.module, self.optimiser, self.extra, self.probe = args, module, optimiser, extra, probe
+        self.rank, self.world = start_processes(args)
+        self.first, self.path, self.losses = 0, Path(args.ckpt), []
+        if args.resume:
+            if not self.path.exists():
+                raise UserError(f"--resume: there is no {self.path} yet; leave --resume out")
+            checkpoint = load(self.path, extra()["kind"])
+            module.load_state_dict(checkpoint["model"])
+            optimiser.load_state_dict(checkpoint["optimiser"])
+            self.first = checkpoint["step"]
+            if self.first >= args.steps:
+                raise UserError(f"--resume: {self.path} has its {self.first} steps already; ask for more with --steps")
+        self.parallel = module
+        if self.world > 1:
+            self.parallel = torch.nn.parallel.DistributedDataParallel(module)
+
+    def batch(self, data, step):
+        """This process's rows of the batch of a step."""
+        if self.args.batch_size % self.world:
+            raise UserError(f"--batch_size {self.args.batch_size} does not divide among {self.world} processes")
+        return data.batch(step, self.args.batch_size, self.args.seed)[self.rank::self.world].to(self.args.device)
+
+    def autocast(self):
+        """bfloat16 where the hardware multiplies it: about twice as fast."""
+        kind = torch.device(self.args.device).type
+        return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" or has_bf16())
+
+    def save(self, step):
+        if self.rank == 0:
+            save(self.path, {**self.extra(), "model": self.module.state_dict(), "step": step, "optimiser": self.optimiser.state_dict(),
+                             "args": {k: v for k, v in vars(self.args).items() if isinstance(v, (int, float, str, bool, type(None)))}})
+
+    def __iter__(self):
+        show = self.rank == 0
+        bar = tqdm(total=self.args.steps, initial=self.first, desc=f"training {self.args.name}", disable=not show, smoothing=0.05)
+        log = open(self.path.with_suffix(".jsonl"), "a") if show and not self.path.parent.mkdir(parents=True, exist_ok=True) else None
+        began = spoke = time.time()
+        done = self.first
+        try:
+            for step in range(self.first, self.args.steps):
+                yield step
+                done = step + 1
+                bar.update()
+                if done % 10 == 0 or done == self.args.steps:
+                    loss = sum(self.losses) / max(1, len(self.losses))
+                    bar.set_postfix_str(f"loss {loss:.3f}")
+                    self.losses.clear()
+                    if log:
+                        log.write(json.dumps({"step": done, "loss": round(loss, 4), "seconds": round(time.time() - began, 1)}) + "\n")
+                        log.flush()
+                    if not math.isfinite(loss):
+                        raise UserError(f"the loss is {loss} at step {done}: try a smaller --lr")
+                if show and time.time() - spoke > 60 and done < self.args.steps:
+                    if self.probe:
+                        line, numbers = self.probe()
+                        tqdm.write(f"step {done}: {line}")
+                        log.write(json.dumps({"step": done, **numbers}) + "\n")
+                    self.save(done)
+                    spoke = time.time()
+            self.save(self.args.steps)
+        except KeyboardInterrupt:
+            if done > self.first:
+                self.save(done)
+            bar.close()
+            raise UserError(f"interrupted after step {done}; {self.path} has it: --resume goes on") from None
+        finally:
+            bar.close()
+            if log:
+                log.close()
+
+    def log(self, loss):
+        self.losses.append(loss.item())
+
+
+def has_bf16():
+    known = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
+
+
+def start_processes(args):
+    """Under torchrun: joins the group. Returns (rank, number of processes)."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        cuda = torch.device(args.device).type == "cuda"
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return (dist.get_rank(), world) if world > 1 else (0, 1)
+
+
+def get_target(args):
+    """The frozen target and its data; trains the target first where there is none (drafters call this)."""
+    rank, world = start_processes(args)
+    if not Path(args.target).exists():
+        if args.init:
+            if rank == 0:
+                init_target(args)
+        else:
+            print(f"no target at {args.target} yet: training it first (python train.py)", flush=True)
+            train(Args(target=args.target, ckpt=args.target, data=args.data, seed=args.seed, device=args.device))
+        if world > 1:
+            dist.barrier()
+    target = target_from(load(args.target, "target"), args.device)
+    if args.seq_len > target.config.max_seq_len:
+        raise UserError(f"--seq_len {args.seq_len} exceeds the target's context of {target.config.max_seq_len}")
+    return target, Data(read_corpus(args.data, quiet=rank > 0), encoding(target.tokenizer), args.seq_len, quiet=rank > 0)
+
+
+@torch.no_grad()
+def held_out_loss(target, data, n=16):
+    """{domain: (nats per token, nats per byte)} over n held-out sequences each."""
+    device, found = target.wte.weight.device, {}
+    for domain in data.domains:
+        idx = data.batch(0, n, seed=1, side="held", domain=domain).to(device)
+        loss = sum(F.cross_entropy(target(row[:, :-1])[0].flatten(0, 1), row[:, 1:].flatten()).item() * len(row)
+                   for row in idx.split(8)) / n
+        text = sum(len(data.enc.decode_bytes(row[1:].tolist())) for row in idx)
+        found[domain] = loss, loss * (idx.shape[1] - 1) * n / text
+    return found
+
+
+def train(args):
+    """Trains the target on all domains; cross-entropy of the next token."""
+    args.name = "target"
+    rank, _ = start_processes(args)
+    corpus = read_corpus(args.data, quiet=rank > 0)
+    if args.resume and Path(args.ckpt).exists():
+        tokenizer = load(args.ckpt, "target")["tokenizer"]
+    else:
+        text = "".join(doc for c in corpus.values() for doc in random.Random(0).sample(c["train"], len(c["train"])) [:4000])
+        tokenizer = {"ranks": [b.decode("latin-1") for b in train_bpe(text[:6_000_000], args.vocab_size, quiet=rank > 0)]}
+    data = Data(corpus, encoding(tokenizer), args.seq_len, quiet=rank > 0)
+    torch.manual_seed(args.seed)
+    config = model.GPTConfig(args.seq_len, data.enc.n_vocab, args.n_layer, args.n_head, args.n_embd)
+    target = model.GPT(config).to(args.device)
+    if rank == 0:
+        size = sum(p.numel() for p in target.parameters()) / 1e6
+        amount = ", ".join(f"{d} {len(data.tokens[d, 'train']) / 1e6:.1f} M" for d in data.domains)
+        print(f"target: {size:.1f} M parameters, {args.n_layer} layers; tokens to train on: {amount}", flush=True)
+
+    def probe():
+        losses = held_out_loss(target.eval(), data, n=4)
+        question = data.prompts(1)[data.domains[0]][0][0]
+        record = verify.autoregressive(target, question[:args.seq_len // 2], 48, stop=(data.enc.eot_token,))
+        target.train()
+        line = ", ".join(f"{d} {a:.2f}" for d, (a, _) in losses.items())
+        return f"held-out nats per token: {line}\n  sample: {data.enc.decode(question[-16:] + record.tokens)!r}", {d: a for d, (a, _) in losses.items()}
+
+    optimiser = Optimiser(target, args.lr, args.steps)
+    run = Run(args, target, optimiser, lambda: {"kind": "target", "config": asdict(config), "tokenizer": tokenizer,
+                                                "fingerprint": fingerprint(target)}, probe)
+    for step in run:
+        idx = run.batch(data, step)
+        with run.autocast():
+            logits, _ = run.parallel(idx[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), idx[:, 1:].flatten())
+        loss.backward()
+        optimiser.step(step)
+        run.log(loss)
+    if rank == 0:
+        print("held-out loss, nats per token (per byte): " + ", ".join(
+            f"{d} {a:.3f} ({b:.3f})" for d, (a, b) in held_out_loss(target.eval(), data).items()), flush=True)
+
+
+def main():
+    args = parse(Args, __doc__)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()
