@@ -19,11 +19,12 @@ import heapq
 import json
 import math
 import os
-import pickle
 import random
+import signal
 import sys
 import sysconfig
 import time
+import warnings
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, fields
@@ -485,32 +486,37 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message + f" (see python {Path(sys.argv[0]).name} --help)")
 
 
-def parse(Args, doc, argv=None):
-    """The command line as an Args; raises UserError for values that make no sense."""
+def parse(Args, doc, kind, argv=None):
+    """The command line as an Args, with args.given, the names of the flags that were given. kind names the checkpoint and so its
+    default path. Raises UserError for values that make no sense."""
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for f in fields(Args):
-        kind = {"bool": bool, "int": int, "float": float, "str": str}[f.type if isinstance(f.type, str) else f.type.__name__]
+        type_ = f.type
         default = "" if f.default in (None, False) else f" [{f.default}]"
-        how = dict(action="store_true") if kind is bool else dict(type=kind, default=f.default)
-        parser.add_argument("--" + f.name, help=f.metadata["help"] + default, **how)
-    given = parser.parse_args(argv)
-    args = Args(**vars(given))
-    args.temperature_given = any(a.split("=")[0] == "--temperature" for a in (sys.argv[1:] if argv is None else argv))
+        how = dict(action="store_true") if type_ is bool else dict(type=type_)
+        parser.add_argument("--" + f.name, help=f.metadata["help"] + default, default=argparse.SUPPRESS, **how)
+    given = vars(parser.parse_args(argv))
+    args = Args(**given)
+    args.given = set(given)
 
     def need(ok, message):
         if not ok:
             raise UserError(message)
 
-    for name in ("steps", "batch_size", "seq_len", "n_layer", "n_head", "n_embd", "top_k", "prompts"):
-        value = getattr(args, name, None)
-        need(value is None or value > 0, f"--{name} has to be at least 1, not {value}")
-    need(args.max_new_tokens >= 0, f"--max_new_tokens cannot be negative ({args.max_new_tokens})")
-    need(args.temperature >= 0 and math.isfinite(args.temperature), f"--temperature has to be 0 (greedy) or more, not {args.temperature}")
+    for f in fields(Args):
+        value, least = getattr(args, f.name), 0 if f.default == 0 or f.name == "max_new_tokens" else 1
+        if f.type is int and f.name != "seed":
+            need(value is None or value >= least, f"--{f.name} has to be at least {least}, not {value}")
+        if f.type is float:
+            need(value is None or 0 <= value < math.inf, f"--{f.name} has to be a number from 0 up, not {value}")
+    need(abs(args.seed) < 2**62, f"--seed {args.seed} is too large")
+    need(getattr(args, "seq_len", 16) >= 16, "--seq_len has to be at least 16")
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p lies above 0 and at most at 1, not {args.top_p}")
     need(getattr(args, "lr", 1) > 0, f"--lr has to be positive, not {getattr(args, 'lr', 1)}")
     need(not hasattr(args, "n_head") or args.n_embd % args.n_head == 0, "--n_head has to divide --n_embd")
     need(getattr(args, "vocab_size", 512) > 300, "--vocab_size has to exceed 300: 256 bytes come first")
-    need(args.prompt is None or args.prompt != "", "--prompt is empty: give at least one character")
+    need(args.prompt != "", "--prompt is empty: give at least one character")
+    need(args.data != "", "--data is empty: give a text file or a folder")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -523,15 +529,28 @@ def parse(Args, doc, argv=None):
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     need(args.dtype in ("float32", "bfloat16", "float64"), f"--dtype {args.dtype}: use float32, bfloat16 or float64")
-    name = Path(sys.argv[0]).stem
-    args.name = "target" if name == "train" else name
-    if args.init:
+    args.name = kind
+    if args.init and "target" not in given:
         args.target = f"out/{Path(args.init).stem}.pt"
-    if args.name == "target":
-        args.ckpt = args.ckpt or args.target
-    suffix = "" if args.target == CommonArgs.target else "-" + Path(args.target).stem
-    args.ckpt = args.ckpt or f"out/{args.name}{suffix}.pt"
+    if kind == "target":
+        args.ckpt = args.target = args.ckpt or args.target
+    elif args.ckpt is None:  # drafters of different targets do not overwrite each other
+        suffix = "" if args.target == CommonArgs.target else "-" + Path(args.target).stem
+        args.ckpt = f"out/{kind}{suffix}.pt"
+    need(not Path(args.ckpt).is_dir(), f"--ckpt {args.ckpt} is a folder: give the name of a file in it")
+    if args.resume:
+        need(Path(args.ckpt).exists(), f"--resume: there is no {args.ckpt} yet; leave --resume out")
+        args.train = True
+        adopt(args, load(args.ckpt, kind), {"seed", "data"})
     return args
+
+
+def adopt(args, checkpoint, also=frozenset()):
+    """Gives args the settings of their own, and those named in also, that a checkpoint was trained with, except where the command
+    line says otherwise."""
+    others = {f.name for f in fields(CommonArgs)} - also | args.given
+    for name in ({f.name for f in fields(args)} - others) & set(checkpoint["args"]):
+        setattr(args, name, checkpoint["args"][name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -554,12 +573,16 @@ def save(path, checkpoint):
 
 def load(path, kind):
     """Reads a checkpoint and checks what it is; raises UserError if it is not a complete checkpoint of this kind."""
+    if not Path(path).exists():
+        raise UserError(f"no checkpoint at {path}: run python {Path(sys.argv[0]).name} --train first")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, OSError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # on a damaged file torch.load raises nearly anything
         raise UserError(f"{path}: not a readable checkpoint, perhaps cut short; delete it and train again "
                         f"({type(error).__name__})") from None
-    if not isinstance(checkpoint, dict) or "kind" not in checkpoint:
+    if not isinstance(checkpoint, dict) or not {"kind", "model", "config", "args"} <= set(checkpoint):
         raise UserError(f"{path}: a PyTorch file, but not a checkpoint of this project")
     if checkpoint["kind"] != kind:
         raise UserError(f"{path}: holds a {checkpoint['kind']} checkpoint, and this needs {kind}")
@@ -628,10 +651,11 @@ def init_target(args):
     try:
         if beside.is_file() and "ranks" in (found := json.loads(beside.read_text())):
             tokenizer = {"ranks": found["ranks"]}
-        target = model.load_gpt2(read_weights(file))
-    except (KeyError, ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"--init {args.init}: not GPT-2 weights in the published layout ({type(error).__name__}: {error})") from None
-    enc = encoding(tokenizer)
+        enc, target = encoding(tokenizer), model.load_gpt2(read_weights(file))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a foreign file may cause
+        raise UserError(f"--init {args.init}: not GPT-2 weights in the published layout ({type(error).__name__})") from None
     if enc.n_vocab != target.config.vocab_size:
         raise UserError(f"--init {args.init}: {target.config.vocab_size} embeddings, but the tokenizer has {enc.n_vocab} entries")
     save(args.target, {"kind": "target", "model": target.state_dict(), "config": asdict(target.config), "args": {}, "step": 0,
@@ -655,12 +679,17 @@ class Run:
         self.args, self.module, self.optimiser, self.extra, self.probe = args, module, optimiser, extra, probe
         self.rank, self.world = start_processes(args)
         self.first, self.path, self.losses = 0, Path(args.ckpt), []
+        if args.batch_size % self.world:
+            raise UserError(f"--batch_size {args.batch_size} does not divide among {self.world} processes")
         if args.resume:
-            if not self.path.exists():
-                raise UserError(f"--resume: there is no {self.path} yet; leave --resume out")
             checkpoint = load(self.path, extra()["kind"])
-            module.load_state_dict(checkpoint["model"])
-            optimiser.load_state_dict(checkpoint["optimiser"])
+            if checkpoint.get("target") != extra().get("target"):
+                raise UserError(f"--resume: {self.path} was trained for another target than {args.target}")
+            try:
+                module.load_state_dict(checkpoint["model"])
+                optimiser.load_state_dict(checkpoint["optimiser"])
+            except (RuntimeError, ValueError):
+                raise UserError(f"--resume: {self.path} was trained with other settings than the ones given: leave them out") from None
             self.first = checkpoint["step"]
             if self.first >= args.steps:
                 raise UserError(f"--resume: {self.path} has its {self.first} steps already; ask for more with --steps")
@@ -670,8 +699,6 @@ class Run:
 
     def batch(self, data, step):
         """This process's rows of the batch of a step."""
-        if self.args.batch_size % self.world:
-            raise UserError(f"--batch_size {self.args.batch_size} does not divide among {self.world} processes")
         return data.batch(step, self.args.batch_size, self.args.seed)[self.rank::self.world].to(self.args.device)
 
     def autocast(self):
@@ -689,9 +716,17 @@ class Run:
         bar = tqdm(total=self.args.steps, initial=self.first, desc=f"training {self.args.name}", disable=not show, smoothing=0.05)
         log = open(self.path.with_suffix(".jsonl"), "a") if show and not self.path.parent.mkdir(parents=True, exist_ok=True) else None
         began = spoke = time.time()
-        done = self.first
+        done, interrupts = self.first, []
+
+        def interrupt(*_):  # Ctrl-C stops after the step at hand, between two complete states; the second one at once
+            if interrupts:
+                raise KeyboardInterrupt
+            interrupts.append(done)
+
+        handler = signal.signal(signal.SIGINT, interrupt)
         try:
             for step in range(self.first, self.args.steps):
+                torch.manual_seed(zlib.crc32(f"{self.args.seed} {step} {self.rank}".encode()))  # so that --resume draws the same
                 yield step
                 done = step + 1
                 bar.update()
@@ -704,7 +739,10 @@ class Run:
                         log.flush()
                     if not math.isfinite(loss):
                         raise UserError(f"the loss is {loss} at step {done}: try a smaller --lr")
-                if show and time.time() - spoke > 60 and done < self.args.steps:
+                if interrupts and done < self.args.steps:
+                    self.save(done)
+                    raise UserError(f"interrupted after step {done}; {self.path} has it: --resume goes on")
+                if show and time.time() - spoke > 60 and done < self.args.steps and all(map(math.isfinite, self.losses)):
                     if self.probe:
                         line, numbers = self.probe()
                         tqdm.write(f"step {done}: {line}")
@@ -712,18 +750,32 @@ class Run:
                     self.save(done)
                     spoke = time.time()
             self.save(self.args.steps)
-        except KeyboardInterrupt:
-            if done > self.first:
-                self.save(done)
-            bar.close()
-            raise UserError(f"interrupted after step {done}; {self.path} has it: --resume goes on") from None
         finally:
+            signal.signal(signal.SIGINT, handler)
             bar.close()
             if log:
                 log.close()
 
     def log(self, loss):
         self.losses.append(loss.item())
+
+
+def drafter_run(args, target, data, drafter, optimiser, generate):
+    """The Run of a drafter: its checkpoint names the target, and once a minute it reports held-out tau, greedy."""
+    prompts = data.prompts(3, seed=7)
+
+    def probe():
+        drafter.eval()
+        rounds = {d: [n for p, _ in pairs for n in generate(target, drafter, p[:args.seq_len // 2], 64, stop=(data.enc.eot_token,)).committed]
+                  for d, pairs in prompts.items()}
+        drafter.train()
+        tau = {f"tau_{d}": round(sum(n) / max(1, len(n)), 2) for d, n in rounds.items()}
+        return "held-out " + ", ".join(f"{k} {v:.2f}" for k, v in tau.items()), tau
+
+    size = sum(p.numel() for p in drafter.parameters()) / 1e6
+    if start_processes(args)[0] == 0:
+        print(f"{args.name}: {size:.2f} M trainable parameters beside a target of {sum(p.numel() for p in target.parameters()) / 1e6:.2f} M", flush=True)
+    return Run(args, drafter, optimiser, lambda: {"kind": drafter.kind, "config": asdict(target.config), "target": target.fingerprint}, probe)
 
 
 def has_bf16():
@@ -746,15 +798,18 @@ def start_processes(args):
 def get_target(args):
     """The frozen target and its data; trains the target first where there is none (drafters call this)."""
     rank, world = start_processes(args)
-    if not Path(args.target).exists():
-        if args.init:
-            if rank == 0:
-                init_target(args)
-        else:
+    missing = not Path(args.target).exists()
+    if world > 1:
+        dist.barrier()  # all have looked before one of them writes
+    if missing and args.init:
+        if rank == 0:
+            init_target(args)
+    elif missing:
+        if rank == 0:
             print(f"no target at {args.target} yet: training it first (python train.py)", flush=True)
-            train(Args(target=args.target, ckpt=args.target, data=args.data, seed=args.seed, device=args.device))
-        if world > 1:
-            dist.barrier()
+        train(Args(target=args.target, ckpt=args.target, data=args.data, seed=args.seed, device=args.device))
+    if world > 1:
+        dist.barrier()
     target = target_from(load(args.target, "target"), args.device)
     if args.seq_len > target.config.max_seq_len:
         raise UserError(f"--seq_len {args.seq_len} exceeds the target's context of {target.config.max_seq_len}")
@@ -817,10 +872,169 @@ def train(args):
             f"{d} {a:.3f} ({b:.3f})" for d, (a, b) in held_out_loss(target.eval(), data).items()), flush=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What `python METHOD.py` does around the method's own train and generate
+# ---------------------------------------------------------------------------------------------------------------------
+def command(run):
+    """Runs a command's main function; wrong use ends in one line on stderr and status 1."""
+    try:
+        run()
+    except (UserError, KeyboardInterrupt, OSError) as error:  # OSError: a full disk, a folder that may not be written ...
+        print(f"{Path(sys.argv[0]).name}: {error or 'interrupted'}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def load_drafter(method, args, target):
+    """The drafter of args.ckpt for this target, with the settings it was trained with where the command line gives no others."""
+    checkpoint = load(args.ckpt, method.Drafter.kind)
+    if checkpoint["target"] != target.fingerprint:
+        raise UserError(f"{args.ckpt} was trained for another target than {args.target}: train it again (--train), or give its --target")
+    adopt(args, checkpoint)
+    drafter = method.Drafter(target.config, args)
+    try:
+        drafter.load_state_dict(checkpoint["model"])
+    except RuntimeError:
+        raise UserError(f"{args.ckpt} was trained with other settings than the ones given: leave them out, or train again") from None
+    return drafter.to(args.device, getattr(torch, args.dtype)).eval()
+
+
+def marked(record, enc, colour=None):
+    """The text of a generation with the drafted and accepted tokens marked: green on a terminal, in brackets elsewhere."""
+    colour = sys.stdout.isatty() if colour is None else colour
+    on, off = ("\033[32m", "\033[0m") if colour else ("[", "]")
+    text, i = "", 0
+    while i < len(record.tokens):
+        j = i
+        while j < len(record.tokens) and record.from_draft[j] == record.from_draft[i]:
+            j += 1
+        part = enc.decode(record.tokens[i:j])
+        text += on + part + off if record.from_draft[i] else part
+        i = j
+    return text
+
+
+def show(method, args, target, drafter, enc, prompt):
+    """Continues one prompt and shows, token by token, who wrote what."""
+    room = target.config.max_seq_len
+    if not 0 < len(prompt) < room:
+        raise UserError(f"the prompt has {len(prompt)} tokens; this target's context of {room} takes 1 to {room - 1}")
+    knobs = (args.max_new_tokens, args.temperature, args.top_k, args.top_p, (enc.eot_token,))
+    torch.manual_seed(args.seed)
+    record = method.generate(target, drafter, prompt, *knobs)
+    torch.manual_seed(args.seed)
+    plain = verify.autoregressive(target, prompt, *knobs)
+    print(enc.decode(prompt) + marked(record, enc))
+    if args.verbose:
+        at = 1
+        for i, ((drafted, _), kept) in enumerate(zip(record.rounds, record.committed), 1):
+            new, ours = record.tokens[at:at + kept], record.from_draft[at:at + kept]
+            accepted = [enc.decode([t]) for t, o in zip(new, ours) if o]
+            supplied = [enc.decode([t]) for t, o in zip(new, ours) if not o]
+            print(f"round {i}: drafted {drafted} deep; accepted {len(accepted)}: {accepted}; the target adds {supplied}")
+            at += kept
+
+    def seconds(r):
+        return r.seconds["draft"] + r.seconds["verify"]
+    if record.committed and plain.committed:
+        speed, base = sum(record.committed) / seconds(record), sum(plain.committed) / seconds(plain)
+        same = f"; equal to plain decoding: {record.tokens == plain.tokens}" if args.temperature == 0 else ""
+        print(f"\n(marked: drafted and accepted; the rest is the target's) tau {record.tau:.2f}, {speed:.0f} tokens/s, "
+              f"plain decoding {base:.0f} tokens/s, speedup {speed / base:.2f}{same}")
+
+
+def report(method, args, target, drafter, data):
+    """Measures on held-out prompts, domain by domain, at temperature 0 and 1 (or the one given); prints a table and returns
+    the numbers of the first temperature, those of others under "at_temperature_T"."""
+    temperatures = [args.temperature] if "temperature" in args.given else [0.0, 1.0]
+    prompts, found = data.prompts(args.prompts, args.seed), []
+    room = target.config.max_seq_len - 8
+
+    def generate(prompt, *knobs):
+        return method.generate(target, drafter, prompt, *knobs)
+
+    for domain in prompts:  # warm up
+        generate(prompts[domain][0][0][:room], min(16, args.max_new_tokens), temperatures[-1])
+    for temperature in temperatures:
+        result = {"method": args.name, "device": args.device, "dtype": args.dtype, "temperature": temperature}
+        domains, times = {}, Counter()
+        for domain, pairs in prompts.items():
+            numbers, records = verify.measure(
+                target, generate, [p[-room:] for p, _ in pairs], args.max_new_tokens, temperature, args.top_k, args.top_p,
+                (data.enc.eot_token,), args.seed, lambda x: tqdm(x, f"measuring {domain} at T={temperature:g}", leave=False))
+            if domain == "math":
+                right = [[answer_of(data.enc.decode(r.tokens)) == answer for r in pair] for pair, (_, answer) in zip(records, pairs)]
+                numbers["right_answers"] = sum(with_draft for with_draft, _ in right)
+                numbers["right_answers_plain"] = sum(without for _, without in right)
+            for key in ("draft_ms", "verify_ms", "ar_ms"):
+                times[key] += numbers.pop(key) / len(prompts)
+            domains[domain] = numbers
+        equal = [sum(d.pop("equal") for d in domains.values()), sum(d["prompts"] for d in domains.values())]
+        result.update({key: round(value, 3) for key, value in times.items()}, greedy_equal=equal if temperature == 0 else None, domains=domains)
+        found.append(result)
+        table(result)
+    first, *others = found
+    return {**first, **{f"at_temperature_{r['temperature']:g}": r for r in others}}
+
+
+def table(result):
+    print(f"\n{result['method']} at T={result['temperature']:g} on held-out prompts ({result['device']}, {result['dtype']}, "
+          f"{torch.get_num_threads()} threads)")
+    print(f"{'':6}  tau  plain tok/s  tok/s  speedup (quartiles)    repeated  right answers  acceptance at draft position 1, 2, ...")
+    for domain, d in result["domains"].items():
+        right = f"{d['right_answers']} / {d['right_answers_plain']} of {d['prompts']}" if "right_answers" in d else ""
+        low, _, high = d["speedup_quartiles"]
+        print(f"{domain:6} {d['tau']:4.2f} {d['ar_tok_s']:12.0f} {d['tok_s']:6.0f}  {d['speedup']:4.2f}x ({low:.2f}-{high:.2f})"
+              f"{d['repetition']:14.0%} {right:>15}  {' '.join(f'{a:.2f}' for a in d['n_alpha'][:8])}")
+    print(f"a draft takes {result['draft_ms']:.2f} ms, its verification {result['verify_ms']:.2f} ms, one token of plain decoding {result['ar_ms']:.2f} ms")
+    if result["greedy_equal"]:
+        print("greedy output identical: {} of {} prompts".format(*result["greedy_equal"]))
+
+
+def launch(method):
+    """`python METHOD.py`: trains if asked to, then reports (--train, --bench) or continues a prompt."""
+    args = parse(method.Args, method.__doc__, method.Drafter.kind)
+    args.name = Path(method.__file__).stem  # methods may share a kind of checkpoint
+    if args.train:
+        method.train(args)
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+    if not Path(args.target).exists():
+        raise UserError(f"no target at {args.target}: run python {Path(sys.argv[0]).name} --train first")
+    target = target_from(load(args.target, "target"), args.device, getattr(torch, args.dtype))
+    drafter, enc = load_drafter(method, args, target), encoding(target.tokenizer)
+    if args.prompt is not None:
+        show(method, args, target, drafter, enc, enc.encode_ordinary(args.prompt))
+    elif args.bench or args.train:
+        data = Data(read_corpus(args.data), enc, min(256, target.config.max_seq_len))
+        numbers = report(method, args, target, drafter, data)
+        print()
+        show(method, args, target, drafter, enc, data.prompts(1, args.seed)[data.domains[0]][0][0])
+        if args.json:
+            print(json.dumps(numbers))
+    else:
+        show(method, args, target, drafter, enc, enc.encode_ordinary("Question: What is 35 percent of 1200?\nSolution:"))
+
+
 def main():
-    args = parse(Args, __doc__)
-    train(args)
+    args = parse(Args, __doc__, "target")
+    if args.init:
+        init_target(args)
+    elif args.train or args.prompt is None:
+        train(args)
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+    target = target_from(load(args.ckpt, "target"), args.device, getattr(torch, args.dtype))
+    enc = encoding(target.tokenizer)
+    prompt = enc.encode_ordinary(args.prompt or "def ")
+    if not 0 < len(prompt) < target.config.max_seq_len:
+        raise UserError(f"the prompt has {len(prompt)} tokens; this target's context takes 1 to {target.config.max_seq_len - 1}")
+    torch.manual_seed(args.seed)
+    record = verify.autoregressive(target, prompt, args.max_new_tokens, args.temperature, args.top_k, args.top_p, (enc.eot_token,))
+    print(enc.decode(prompt + record.tokens))
 
 
 if __name__ == "__main__":
-    main()
+    command(main)
