@@ -3,13 +3,14 @@
 What is here and nowhere else:
   GPT.forward   one pass over tokens: a plain sequence, a continuation of a cache, or a tree of drafted tokens
   KVCache       preallocated keys and values; accepting a path of a tree moves rows, nothing is encoded twice
-  rope          rotary positions, which the drafters use (the target's own positions are learned)
+  rotate        rotary positions, which the drafters use (the target's own positions are learned)
 
 Notation: L layers, d = n_embd, V = vocab_size, S = slots in the cache, N = nodes in a draft.
   h[0] = embedding, h[l] = output of block l, h[L] = after the final norm, the direct input of the LM head.
 
 Sources: GPT-2 (Radford et al. 2019), the layout of nanoGPT; tree attention: SpecInfer (arXiv 2305.09781, sec. 4.2).
 """
+import functools
 import math
 from dataclasses import dataclass
 
@@ -30,14 +31,25 @@ class GPTConfig:
     bias: bool = True       # GPT-2 has biases everywhere; False leaves them out of Linear and LayerNorm
 
 
-def rope(x, positions, base=10000.0):
-    """Rotary positions (Su et al. 2104.09864). x (..., T, hd), positions (T,) -> the same shape, rotated."""
-    half = x.shape[-1] // 2
-    freq = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[:, None].float() * freq  # (T, hd/2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
+def rope_angles(positions, head_dim, dtype=torch.float32, base=10000.0):
+    """Rotary positions (Su et al. 2104.09864): positions (..., T) -> cos and sin, (2, ..., T, head_dim/2), for rotate."""
+    half = head_dim // 2
+    freq = base ** (-torch.arange(half, device=positions.device) / half)
+    angle = positions[..., None] * freq
+    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+def rotate(x, angles):
+    """x (..., T, hd), angles from rope_angles -> x at its positions, the same shape."""
+    cos, sin = angles
+    a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@functools.lru_cache
+def causal(n, device, dtype):
+    """(n, n) additive mask: 0 at and below the diagonal, -inf above."""
+    return torch.full((n, n), -math.inf, device=device, dtype=dtype).triu(1)
 
 
 class KVCache:
@@ -65,8 +77,8 @@ class KVCache:
         return self.kv[layer, 0, :, :, :self.span], self.kv[layer, 1, :, :, :self.span]
 
     def mask(self, ancestors):
-        """ancestors (T, T) or (1, T), 0 where row i may see new row j and -inf elsewhere -> (T or 1, span): the committed
-        prefix is visible to every row, whatever lies beyond the T new rows to none."""
+        """ancestors (R, T), 0 where row i may see row j behind pos and -inf elsewhere -> (R, span): the committed prefix is
+        visible to every row, whatever lies beyond those T rows to none."""
         T = ancestors.shape[-1]
         padded = F.pad(F.pad(ancestors, (1, 0)), (0, 1), value=-math.inf)  # prefix | new rows | beyond
         return padded.index_select(1, (self.index[:self.span] - self.pos + 1).clamp(0, T + 1))
@@ -148,8 +160,7 @@ class GPT(nn.Module):
         else:
             slots = cache.pos + cache.index[:T]
             if tree is None:
-                causal = torch.full((T, T), -math.inf, device=idx.device, dtype=cache.kv.dtype).triu(1)
-                positions, mask = slots, cache.mask(causal)
+                positions, mask = slots, cache.mask(causal(T, idx.device, cache.kv.dtype))
             else:
                 positions, mask = cache.pos + tree.depth, cache.mask(tree.ancestors.to(cache.kv.dtype))
             positions = positions.clamp(max=self.config.max_seq_len - 1)
