@@ -798,13 +798,13 @@ def start_processes(args):
 def get_target(args):
     """The frozen target and its data; trains the target first where there is none (drafters call this)."""
     rank, world = start_processes(args)
-    missing = not Path(args.target).exists()
+    missing = [not Path(args.target).exists()]
     if world > 1:
-        dist.barrier()  # all have looked before one of them writes
-    if missing and args.init:
+        dist.broadcast_object_list(missing)  # what the first process saw holds for all
+    if missing[0] and args.init:
         if rank == 0:
             init_target(args)
-    elif missing:
+    elif missing[0]:
         if rank == 0:
             print(f"no target at {args.target} yet: training it first (python train.py)", flush=True)
         train(Args(target=args.target, ckpt=args.target, data=args.data, seed=args.seed, device=args.device))
