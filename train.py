@@ -538,6 +538,7 @@ def parse(Args, doc, kind, argv=None):
         suffix = "" if args.target == CommonArgs.target else "-" + Path(args.target).stem
         args.ckpt = f"out/{kind}{suffix}.pt"
     need(not Path(args.ckpt).is_dir(), f"--ckpt {args.ckpt} is a folder: give the name of a file in it")
+    need(not any(p.is_file() for p in Path(args.ckpt).parents), f"--ckpt {args.ckpt}: part of this path is a file, not a folder")
     if args.resume:
         need(Path(args.ckpt).exists(), f"--resume: there is no {args.ckpt} yet; leave --resume out")
         args.train = True
@@ -1029,8 +1030,9 @@ def main():
     target = target_from(load(args.ckpt, "target"), args.device, getattr(torch, args.dtype))
     enc = encoding(target.tokenizer)
     prompt = enc.encode_ordinary(args.prompt or "def ")
-    if not 0 < len(prompt) < target.config.max_seq_len:
-        raise UserError(f"the prompt has {len(prompt)} tokens; this target's context takes 1 to {target.config.max_seq_len - 1}")
+    room = target.config.max_seq_len
+    if not 0 < len(prompt) < room:
+        raise UserError(f"the prompt has {len(prompt)} tokens; this target's context of {room} takes 1 to {room - 1}")
     torch.manual_seed(args.seed)
     record = verify.autoregressive(target, prompt, args.max_new_tokens, args.temperature, args.top_k, args.top_p, (enc.eot_token,))
     print(enc.decode(prompt + record.tokens))
