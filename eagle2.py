@@ -14,7 +14,7 @@ the confidences on its path, estimates the chance that the whole path is accepte
 
 Glossary
     f_j = h[L] at position j               the feature, the direct input of the LM head
-    f̂_{j+1} = layer(FC([E(t_{j+1}); f_j])) Drafter.extrapolate; slot j holds (f_j, t_{j+1})
+    f̂_{j+1} = layer(FC([E(t_{j+1}); f_j])) Drafter.advance; slot j holds (f_j, t_{j+1})
     c, V = Π c                             siblings' log_c, and value, their sum along the path (section 4.1)
     k, m, depth, N                         width, beam, depth, n_nodes
     p, q                                   target and draft distribution
@@ -32,6 +32,7 @@ Read next: diff eagle2.py eagle3.py. Left out: serving many requests at once, tr
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -72,14 +73,12 @@ class Layer(nn.Module):
         self.fc = nn.Linear(d, 4 * d, bias=False)
         self.mlp_proj = nn.Linear(4 * d, d, bias=False)
 
-    def forward(self, x, angles, memory, mask):
-        """x (b, T, d) and the angles of its positions; memory: a function from these rows' keys and values to all that they may
-        look at; mask, additive (None: causal)."""
+    def forward(self, x, angles, attend):
+        """x (b, T, d) and the angles of its positions; attend: a function from q, k, v, each (b, n_head, T, hd), to the
+        attention's output."""
         b, T, d = x.shape
         q, k, v = self.qkv(x).view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, angles), rotate(k, angles)
-        k, v = memory(torch.stack([k, v]))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = attend(rotate(q, angles), rotate(k, angles), v)
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
         return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
 
@@ -113,13 +112,14 @@ class Drafter(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / 2 ** 0.5 if name.endswith("proj.weight") else 0.02)
 
-    def angles(self, positions):
-        return rope_angles(positions, self.config.n_embd // self.config.n_head, self.fc.weight.dtype)
-
-    def extrapolate(self, target, f, tokens, positions, memory, mask):
-        """f (b, T, d) and the tokens (b, T) that followed -> f̂ (b, T, d), one position further."""
+    def advance(self, target, f, tokens, positions, attend):
+        """One pass: features f (b, T, d) and the tokens (b, T) that followed them -> f̂ (b, T, d), one position further."""
         x = self.fc(torch.cat([target.embed(tokens), f], -1))
-        return self.layer(x, self.angles(positions), memory, mask)
+        return self.layer(x, rope_angles(positions, x.shape[-1] // self.config.n_head, x.dtype), attend)
+
+    def read(self, target, f_hat):
+        """Draft logits of states (..., d)."""
+        return target.head(f_hat)
 
     def forward(self, target, idx):
         """The training loss on sequences idx (b, T): slot j sees (f_j, t_{j+1}) and should say f_{j+1}, hence p_{j+2}."""
@@ -128,9 +128,9 @@ class Drafter(nn.Module):
         noisy = f[:, :-1] + (torch.rand_like(f[:, :-1]) * 2 - 1) * self.args.noise
         tokens = idx[:, :-1] if self.args.unshifted else idx[:, 1:]
         positions = torch.arange(tokens.shape[1], device=idx.device)
-        f_hat = self.extrapolate(target, noisy, tokens, positions, lambda kv: kv, None)
+        f_hat = self.advance(target, noisy, tokens, positions, partial(F.scaled_dot_product_attention, is_causal=True))
         p = logits[:, 1:].float().softmax(-1)
-        loss_cls = -(p * target.head(f_hat).float().log_softmax(-1)).sum(-1).mean()
+        loss_cls = -(p * self.read(target, f_hat).float().log_softmax(-1)).sum(-1).mean()
         return F.smooth_l1_loss(f_hat.float(), f[:, 1:].float()) + self.args.w_cls * loss_cls
 
     def reset(self, session):
@@ -142,14 +142,23 @@ class Drafter(nn.Module):
         self.itself = torch.full((m, m), -math.inf, device=device, dtype=self.cache.kv.dtype).fill_diagonal_(0)
         self.drawn = min(self.args.drawn, self.args.width) if session.temperature else 0
 
+    def cached(self, slots, sees):
+        """Attention of rows that are written to the cache at slots (T,); sees (T, R): which of the R rows behind cache.pos."""
+        mask = self.cache.mask(sees)
+
+        def attend(q, k, v):
+            k, v = self.cache.append(0, slots, torch.stack([k, v]))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return attend
+
     def absorb(self, target, new):
         """Takes in committed positions (verify.Committed) with the target's features, over whatever rows estimates have left
         there. The last position gives f̂ at the anchor."""
         P = len(new.tokens) - 1
         slots = new.start + self.cache.index[:P]
         tokens = new.tokens[:-1] if self.args.unshifted else new.tokens[1:]
-        f_hat = self.extrapolate(target, new.h[0][None], tokens[None], slots, lambda kv: self.cache.append(0, slots, kv),
-                                 self.cache.mask(causal(P, self.state.device, self.state.dtype)))
+        sees = causal(P, self.state.device, self.state.dtype)
+        f_hat = self.advance(target, new.h[0][None], tokens[None], slots, self.cached(slots, sees))
         self.cache.pos += new.n
         self.state.copy_(f_hat[0].index_select(0, new.n[None] - 1))
 
@@ -159,8 +168,7 @@ class Drafter(nn.Module):
         m, R = sees.shape
         slots = self.cache.pos + self.cache.index[R - m:R]
         positions = (self.cache.pos + depth - 1).expand(m)
-        return self.extrapolate(target, f[None], tokens[None], positions, lambda kv: self.cache.append(0, slots, kv),
-                                self.cache.mask(sees))[0]
+        return self.advance(target, f[None], tokens[None], positions, self.cached(slots, sees))[0]
 
     def draft(self, target, anchor, law=None):
         """The tree for an anchor (1,): expand, then rerank. law: logits -> the distribution to draw from, or None. Candidates are
@@ -169,7 +177,7 @@ class Drafter(nn.Module):
         f, sees, frontier, number = self.state, self.itself[:1, :0], anchor.new_zeros(1), 1
         value, tokens, parents, values, expanded, laws = self.state.new_zeros(1), [anchor], [frontier - 1], [], [], []
         for depth in range(1, self.args.depth + 2):
-            children, log_c, q = siblings(target.head(f), k, law, self.drawn)             # (m, k), (m, k), (m, V)
+            children, log_c, q = siblings(self.read(target, f), k, law, self.drawn)             # (m, k), (m, k), (m, V)
             children_value = (value[:, None] + log_c).flatten()
             expanded.append(frontier)
             laws.append(q)

@@ -16,13 +16,15 @@ from model import GPT, GPTConfig
 from verify import Session, Topology, Tree, chain
 
 
-def tiny(vocab_size=7, max_seq_len=24, n_layer=2, seed=0, n_embd=16, scale=0.5):
-    """A target in fp64 with large random weights: every row of logits is different, and far from uniform."""
+def tiny(vocab_size=7, max_seq_len=24, n_layer=2, seed=0, scale=0.5):
+    """A target in fp64 with large random weights: every row of logits is different, and its text does not stand still (small
+    biases and a final norm of random signs keep the tied head from repeating its input)."""
     g = torch.Generator().manual_seed(seed)
-    target = GPT(GPTConfig(max_seq_len, vocab_size, n_layer, 2, n_embd)).double().eval()
+    target = GPT(GPTConfig(max_seq_len, vocab_size, n_layer, n_head=2, n_embd=16)).double().eval()
     for name, p in target.named_parameters():
         noise = torch.randn(p.shape, generator=g, dtype=p.dtype)
-        p.data = scale * noise + (p.dim() == 1 and name.endswith("weight"))
+        p.data = noise if name == "ln_f.weight" else 1 + scale * noise if "ln_" in name and name.endswith("weight") else (
+            0.2 if name.endswith("bias") else 1) * scale * noise
     return target
 
 
@@ -88,9 +90,11 @@ def branches(rule, t, tokens, p, q, weight, replacement=False):
     V, N, tree_rule = p.shape[-1], p.shape[1], rule is verify.verify_tree
     group = t.depth if tree_rule else torch.arange(N)
     calls, groups = (t.max_drawn if tree_rule else 1) if q is not None else 0, int(group.max()) + 1
-    deciding = groups - 1                                     # nodes at the greatest depth have no children to accept
-    all_bits = torch.tensor(list(product([False, True], repeat=calls * deciding))).view(2 ** (calls * deciding), calls, deciding)
-    all_bits = F.pad(all_bits, (0, 1))
+    used = [(s, d) for s in range(calls) for d in range(groups - 1)
+            if not tree_rule or (t.children[s] > 0)[t.depth == d].any()]  # decisions that somebody takes
+    all_bits = torch.zeros(2 ** len(used), max(1, calls), groups, dtype=torch.bool)
+    for i, (s, d) in enumerate(used):
+        all_bits[:, s, d] = torch.arange(len(all_bits)) >> i & 1 == 1
     last_only = not tree_rule and q is not None               # chain rules draw once, after their decision
     ys = torch.tensor(list(product(range(V), repeat=1 if last_only else groups)))
     m, b, y = (x.flatten() for x in torch.meshgrid(*(torch.arange(len(x)) for x in (tokens, all_bits, ys)), indexing="ij"))
@@ -127,12 +131,12 @@ def branches(rule, t, tokens, p, q, weight, replacement=False):
     return path, n, bonus, weight[m] * chance, m
 
 
-def output_law(rule, t, P, Q, replacement=False, drawn_from=None, one_hot=False, p_seen=None, change=None):
+def output_law(rule, t, P, Q, replacement=False, one_hot=False, drawn_from=None, p_seen=None, told=None, change=None):
     """Exact joint law of the D+1 tokens after the anchor when one round is run with `rule` and the rest comes from the target.
 
     P, Q: tables of target and draft. For wrong variants: drawn_from, the tables that drafts truly come from; p_seen, what the
-    rule is told of the target; change(tokens, code, weight), tampers with the drafts.
-    Returns (law (V,)*(D+1), expected number of accepted tokens).
+    rule is told of the target; told, what it is told of replacement; change(tokens, code, weight) -> (topology, tokens, code,
+    weight), tampers with the drafts. Returns (law (V,)*(D+1), expected number of accepted tokens).
     """
     V, D, depth = P[0].shape[-1], t.max_depth, t.depth.tolist()
     tokens, code, weight = drafts(t, drawn_from or Q, replacement)
@@ -140,7 +144,7 @@ def output_law(rule, t, P, Q, replacement=False, drawn_from=None, one_hot=False,
         t, tokens, code, weight = change(tokens, code, weight)
         depth = t.depth.tolist()
     p, q = at_nodes(p_seen or P, code, depth), None if one_hot else at_nodes(Q, code, depth)
-    path, n, bonus, weight, m = branches(rule, t, tokens, p, q, weight, replacement)
+    path, n, bonus, weight, m = branches(rule, t, tokens, p, q, weight, replacement if told is None else told)
     end = code[m].gather(1, path.gather(1, n[:, None] - 1))[:, 0] * V + bonus      # numbers the tokens that were committed
     law = torch.ones(1, dtype=torch.float64) * 0
     for d in range(1, D + 2):
@@ -179,13 +183,13 @@ class Informed:
         self.taps, self.nodes, self.memory = list(range(target.config.n_layer + 1)), len(t.parent), {}
 
     def reset(self, session):
-        self.text = []
+        self.text, self.h = [], []
 
     def absorb(self, new):
         n = new.n.item()
         assert len(self.text) == new.start
         self.text += new.tokens[:n].tolist()
-        self.last = [x[:n] for x in new.h]
+        self.h.append([x[:n] for x in new.h])
 
     def z(self, text):
         if text not in self.memory:
@@ -311,16 +315,16 @@ def counted(law_shape, V, outputs):
 ROOT = Path(__file__).parent.parent
 METHODS = sorted(f.stem for f in ROOT.glob("*.py") if "\nclass Drafter" in f.read_text(encoding="utf-8"))
 SMALL = dict(block_size=4, n_draft_layer=2, n_taps=2, device="cpu", dtype="float64")
-WAYS = [{}, dict(argmax=True), dict(tree=9), dict(drawn=0), dict(drawn=9)]
+WAYS = [{}, dict(argmax=True), dict(tree=9), dict(tree=3, block_size=8), dict(drawn=0), dict(drawn=9)]
 
 
 def ways():
     """(method, settings) for all the ways of drafting that each method's Args knows."""
+    found = []
     for name in METHODS:
         known = {f.name: f.default for f in dataclasses.fields(importlib.import_module(name).Args)}
-        for way in WAYS:
-            if way.keys() <= known.keys() and all(known[k] != v for k, v in way.items()):
-                yield name, way
+        found += [(name, way) for way in WAYS if way.keys() <= known.keys() and all(known[k] != v for k, v in way.items())]
+    return found
 
 
 def build(name, way, target, seed=0):
