@@ -26,8 +26,8 @@ class GPTConfig:
     max_seq_len: int = 256  # the context: learned positions 0..255
     vocab_size: int = 1024
     n_layer: int = 12       # deep and narrow: a draft layer has to be cheap beside the target
-    n_head: int = 6
-    n_embd: int = 192
+    n_head: int = 4
+    n_embd: int = 128
     bias: bool = True       # GPT-2 has biases everywhere; False leaves them out of Linear and LayerNorm
 
 
@@ -129,6 +129,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if name.endswith("proj.weight") else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
+        angles = rope_angles(torch.arange(c.max_seq_len), c.n_embd)  # learned positions that start as sinusoids: heads that
+        self.wpe.weight.data.copy_(0.02 * 2 ** 0.5 * torch.cat([*angles], -1))  # look a token back form in fewer steps
 
     def embed(self, tokens):
         """Token embeddings, without positions: tokens (...) -> (..., d)."""

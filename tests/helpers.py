@@ -178,7 +178,8 @@ class Informed:
     """
 
     def __init__(self, target, t, skew=lambda z: z, ranks=None, replacement=False, one_hot=False):
-        self.twin, self.t, self.skew, self.ranks = copy.deepcopy(target), t, skew, ranks  # a twin: hooks do not count its passes
+        self.twin, self.t, self.skew, self.ranks = copy.deepcopy(target), t, skew, ranks
+        self.twin._forward_hooks.clear()  # its passes are nobody's business
         self.replacement, self.one_hot = replacement, one_hot
         self.taps, self.nodes, self.memory = list(range(target.config.n_layer + 1)), len(t.parent), {}
 

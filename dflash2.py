@@ -1,0 +1,334 @@
+"""DFlash-2: the block stays parallel, but its slots hear of their neighbours: a two-tap conv in every layer, a path at the end.
+
+Source: DFlash 2: Keep Drafting Parallel (Inco AI 2026, inco.ai/blog/dflash2) and the released inference code; the training
+objective is unpublished, so the one here is ours.
+
+One round, block size B = 5:
+
+    target's features of every committed position          block: the anchor, then masks
+      h[l1] .. h[lm]  ─► W_c ─► RMSNorm ─► H                  [fox] [m] [m] [m] [m]
+                                           │                    │ ↘ │ ↘ │ ↘ │ ↘ │     dynamic conv: slot t reads x_t and x_{t-1},
+          K, V of every draft layer  ◄─────┴── attend ◄─────  n layers, bidirectional      before and after attention and MLP
+                                                                    │   │   │   │
+                                                  LM head (frozen)  U_1 U_2 U_3 U_4    keep the K likeliest of each slot
+                                            path selector     fox ──► b ─► b ─► b ─► b     S_t(a, b) for all pairs at once,
+                                                                                       then walk, each step given the last
+    verify ─► accepted tokens + bonus ─► the bonus is the next anchor
+
+Glossary
+    H_t = RMSNorm(W_c [h^(l1); ...; h^(lm)]_t)     Drafter.context
+    K = [W_k H ; W_k x], V likewise                Layer.forward: the context is injected into every layer (KV injection)
+    anchor, slot k                                 slot k stands at position pos+k and gives the token there: no shift
+    MASK                                           a learned vector here (the published models reserve a vocabulary entry)
+    w_k = exp(-(k-1)/γ_w)                          the loss weight of slot k: an early rejection voids all that follows
+    B, γ = B - 1                                   block_size, drafted tokens
+    conv(x)_t = Σ_o (base_o + D_t,o) ⊙ x_{t-o}     DynamicConv: o = 0, 1; D depends on the input, one value per 16 channels
+    S_t(a,b) = U_t(b) + <A(a) ⊙ H(h_t), B(b)>      Drafter.pair_scores: U the LM head's logit, a the token before
+
+    python dflash2.py --train                      target (where missing) and drafter, then measurements
+    python dflash2.py --prompt "def "              continues a text, drafted and accepted tokens marked
+    python dflash2.py --bench --json               measurements only
+    python dflash2.py --bench --tree 24            a best-first tree over the selector's scores (DDTree, arXiv 2604.12989)
+
+Both additions start as no-ops, so an untrained DFlash-2 is exactly the DFlash it is started from (--init_from out/dflash.pt).
+
+Left out: the published models' vocabulary entry for MASK, serving many requests at once.
+"""
+import heapq
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import rope_angles, rotate
+from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch, warm_start
+from verify import Session, Topology, Tree, chain, sample
+
+
+@dataclass
+class Args(CommonArgs):
+    steps: int = flag(400, "optimiser steps")
+    batch_size: int = flag(8, "sequences per step")
+    seq_len: int = flag(256, "tokens per sequence")
+    lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 6e-4)")
+    block_size: int = flag(16, "B: anchor and masks, B - 1 drafted tokens (published: 16)")
+    n_draft_layer: int = flag(3, "draft layers (published: 5, of targets with 36 and more)")
+    n_taps: int = flag(5, "target layers whose features are fused (published: 5)")
+    n_anchors: int = flag(16, "blocks per training sequence")
+    hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
+    argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample")
+    n_candidates: int = flag(16, "K: tokens kept per slot (published: 16)")
+    rank: int = flag(32, "r: width of the selector's tables")
+    no_conv: bool = flag(False, "ablation: without the convolutions")
+    no_selector: bool = flag(False, "ablation: without the path selector")
+    insert_gold: bool = flag(False, "a true token that is not among the K replaces the last of them in training; else it is skipped")
+    init_from: str = flag(None, "start from this DFlash checkpoint")
+    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain")
+
+
+def heads(x, n, n_head):
+    """(b, T, n*d) -> n tensors in one, (n, b, n_head, T, d/n_head)."""
+    b, T, _ = x.shape
+    return x.view(b, T, n, n_head, -1).permute(2, 0, 3, 1, 4)
+
+
+class DynamicConv(nn.Module):
+    """The two-tap conv around one sublayer: kernels for both sides come from the sublayer's input."""
+
+    def __init__(self, d, block_size, group=16):
+        super().__init__()
+        self.block_size, self.group = block_size, group
+        self.base = nn.Parameter(torch.tensor([1.0, 0.0])[:, None].repeat(2, 1, d))  # (side, tap, d): the identity
+        self.dynamic = nn.Linear(d, 4 * d // group, bias=False)                      # W_p
+
+    def kernels(self, h):
+        """h (b, T, d) -> the kernels before and after the sublayer, 2 x (2 taps, b, T, d)."""
+        D = self.dynamic(h).unflatten(-1, (2, 2, 1, -1)).expand(-1, -1, -1, -1, self.group, -1)
+        return (self.base + D.transpose(-1, -2).flatten(-2)).permute(2, 3, 0, 1, 4)
+
+    def forward(self, x, kernel):
+        """x (b, T, d), whole blocks. Slot 0 has no predecessor in its block, slot 1 reads the anchor."""
+        blocks = x.unflatten(1, (-1, self.block_size))
+        before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)
+        return kernel[0] * x + kernel[1] * before
+
+
+class Layer(nn.Module):
+    """One draft layer: queries from the block only, keys and values from the context and the block."""
+
+    def __init__(self, c, args):
+        super().__init__()
+        d = c.n_embd
+        self.convs = nn.ModuleList([] if args.no_conv else [DynamicConv(d, args.block_size) for _ in range(2)])
+        self.n_head = c.n_head
+        self.ln_1 = nn.LayerNorm(d, bias=False)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.q_norm = nn.LayerNorm(d // c.n_head, bias=False)
+        self.k_norm = nn.LayerNorm(d // c.n_head, bias=False)
+        self.attn_proj = nn.Linear(d, d, bias=False)
+        self.ln_2 = nn.LayerNorm(d, bias=False)
+        self.fc = nn.Linear(d, 4 * d, bias=False)
+        self.mlp_proj = nn.Linear(4 * d, d, bias=False)
+
+    def inject(self, H, angles):
+        """Keys and values of the context, H (b, T, d) -> (2, b, n_head, T, hd): no norm, no query, no MLP."""
+        d = H.shape[-1]
+        k, v = heads(F.linear(H, self.qkv.weight[d:]), 2, self.n_head)
+        return torch.stack([rotate(self.k_norm(k), angles), v])
+
+    def forward(self, x, angles, memory, mask):
+        """x (b, T, d); angles of its positions; memory: a function from the block's own keys and values to all of them; mask, additive."""
+        b, T, d = x.shape
+        y = self.ln_1(x)
+        if self.convs:
+            before, after = self.convs[0].kernels(y)
+            y = self.convs[0](y, before)
+        q, k, v = heads(self.qkv(y), 3, self.n_head)
+        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        k, v = memory(torch.stack([k, v]))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
+        x = x + (self.convs[0](y, after) if self.convs else y)
+        y = self.ln_2(x)
+        if self.convs:
+            before, after = self.convs[1].kernels(y)
+            y = self.convs[1](y, before)
+        y = self.mlp_proj(F.gelu(self.fc(y), approximate="tanh"))
+        return x + (self.convs[1](y, after) if self.convs else y)
+
+
+class Drafter(nn.Module):
+    kind = "dflash2"  # of its checkpoints
+
+    def __init__(self, config, args):
+        super().__init__()
+        self.args, d, L = args, config.n_embd, config.n_layer
+        self.config = config
+        n = min(args.n_taps, L)
+        self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
+        self.nodes = args.tree or args.block_size
+        self.fuse = nn.Linear(n * d, d, bias=False)                   # W_c
+        self.fuse_norm = nn.RMSNorm(d)
+        self.mask = nn.Parameter(torch.randn(d) * 0.02)
+        self.layers = nn.ModuleList([Layer(config, args) for _ in range(args.n_draft_layer)])
+        self.norm = nn.LayerNorm(d, bias=False)
+        self.A = nn.Embedding(config.vocab_size, args.rank)
+        self.B = nn.Embedding(config.vocab_size, args.rank)
+        self.gate = nn.Linear(d, args.rank, bias=False)               # W_h
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02 / (2 * args.n_draft_layer) ** 0.5 if name.endswith("proj.weight") else 0.02)
+            if name == "B.weight" or name.endswith("dynamic.weight"):
+                nn.init.zeros_(p)                                     # no-ops to start with
+        nn.init.normal_(self.A.weight)
+
+    def pair_scores(self, h, U, candidates, before):
+        """S_t(a, b) for b among the candidates (..., K) with logits U (..., K), a in before (..., n), h (..., d) -> (..., n, K)."""
+        gated = self.A(before) * self.gate(h)[..., None, :]
+        return U[..., None, :] + gated @ self.B(candidates).mT
+
+    def context(self, h):
+        """The fused features H (b, T, d) of taps h, each (b, T, d); shared by all layers."""
+        return self.fuse_norm(self.fuse(torch.cat(h, -1)))
+
+    def angles(self, positions):
+        return rope_angles(positions, self.config.n_embd // self.config.n_head, self.mask.dtype)
+
+    def block(self, target, anchors):
+        """Block inputs [anchor, MASK, ...]: anchors (...,) -> (..., B, d)."""
+        masks = self.mask.expand(*anchors.shape, self.args.block_size - 1, -1)
+        return torch.cat([target.embed(anchors)[..., None, :].to(masks.dtype), masks], -2)
+
+    def forward(self, target, idx):
+        """The training loss. Random anchors in every sequence idx (b, T), all blocks in one pass: a block sees the context
+        strictly before its anchor and itself, nothing of other blocks. Slot k of a block at anchor a predicts token a+k."""
+        b, T = idx.shape
+        B, A = self.args.block_size, min(self.args.n_anchors, T - self.args.block_size)
+        with torch.no_grad():
+            logits, h = target(idx, taps=self.taps)
+        anchor = 1 + torch.rand(b, T - B, device=idx.device).argsort(1)[:, :A]               # (b, A), in 1 .. T-B
+        slots = anchor[:, :, None] + torch.arange(B, device=idx.device)                      # (b, A, B): absolute positions
+        sees_context = torch.arange(T, device=idx.device) < anchor.repeat_interleave(B, 1)[:, :, None]   # (b, A*B, T)
+        block_of = torch.arange(A, device=idx.device).repeat_interleave(B)
+        sees_block = (block_of[:, None] == block_of).expand(b, -1, -1)                       # (b, A*B, A*B)
+        mask = torch.cat([sees_context, sees_block], -1)[:, None]
+        x = self.block(target, idx.gather(1, anchor)).flatten(1, 2)                          # (b, A*B, d)
+        H = self.context(h)
+        at, ctx_at = self.angles(slots.flatten(1)[:, None]), self.angles(torch.arange(T, device=idx.device))
+        for layer in self.layers:
+            ctx = layer.inject(H, ctx_at)
+            x = layer(x, at, lambda kv: torch.cat([ctx, kv], 3), mask)
+        x = self.norm(x).unflatten(1, (A, B))[:, :, 1:]                                      # slot 0 is the anchor itself
+        log_q = target.head(x).float().log_softmax(-1)                                       # (b, A, B-1, V)
+        label = idx[:, None].expand(-1, A, -1).gather(2, slots)                              # the true tokens, anchor first
+        if self.args.hard:
+            p = F.one_hot(label[:, :, 1:], log_q.shape[-1]).to(log_q.dtype)
+        else:
+            before = slots[:, :, :-1].flatten(1)[..., None].expand(-1, -1, logits.shape[-1])  # p after position a+k-1
+            p = logits.float().gather(1, before).view(log_q.shape).softmax(-1)
+        loss = -(p * log_q).sum(-1)
+        if not self.args.no_selector:
+            loss = loss + self.selector_loss(x, log_q, p, label)
+        gamma_w = {16: 7.0, 10: 5.0, 8: 4.0}.get(B, B / 2)                                   # the paper's values
+        w = torch.exp(-torch.arange(B - 1, device=idx.device) / gamma_w)
+        return (loss * w).sum() / (w.sum() * b * A)
+
+    def selector_loss(self, h, U, p, label):
+        """Cross-entropy over the K candidates of every slot, given the true token before it: h (b, A, B-1, d), U and p
+        (b, A, B-1, V), label (b, A, B) -> (b, A, B-1). Mass of p outside the candidates is skipped: no path can go there."""
+        U_top, candidates = U.topk(self.args.n_candidates)
+        if self.args.insert_gold:
+            gold = label[:, :, 1:, None]
+            missing = (candidates != gold).all(-1, keepdim=True)
+            candidates = torch.cat([candidates[..., :-1], torch.where(missing, gold, candidates[..., -1:])], -1)
+            U_top = U.gather(-1, candidates)
+        S = self.pair_scores(h, U_top, candidates, label[:, :, :-1, None])[..., 0, :].float()
+        return -(p.gather(-1, candidates) * S.log_softmax(-1)).sum(-1)
+
+    def reset(self, session):
+        """An empty context cache for a new text."""
+        c, dev = self.config, session.device
+        self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
+        self.chain = chain(self.args.block_size - 1, dev)
+        self.open = torch.zeros(1, self.args.block_size, device=dev, dtype=self.cache.kv.dtype)  # a block sees all of itself
+
+    def absorb(self, new):
+        """Takes in committed positions (verify.Committed): their fused features become keys and values of every layer."""
+        H = self.context([x[None] for x in new.h])
+        slots = new.start + self.cache.index[:H.shape[1]]
+        angles = self.angles(slots)
+        for l, layer in enumerate(self.layers):
+            self.cache.append(l, slots, layer.inject(H, angles))
+        self.cache.pos.copy_(new.start + new.n)
+
+    def draft(self, target, anchor, law=None):
+        """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
+        tokens. The block's own keys and values lie beyond cache.pos and are overwritten by the next context."""
+        slots = self.cache.pos + self.cache.index[:self.args.block_size]
+        angles, mask = self.angles(slots), self.cache.mask(self.open)
+        x = self.block(target, anchor)
+        for l, layer in enumerate(self.layers):
+            x = layer(x, angles, lambda kv: self.cache.append(l, slots, kv), mask)
+        h = self.norm(x[0, 1:])
+        logits = target.head(h)                                                              # (B-1, V)
+        U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
+        K = U.shape[1]
+        before = torch.cat([anchor.expand(1, K), candidates[:-1]])                           # what slot t may follow
+        S = U[:, None].expand(-1, K, -1) if self.args.no_selector else self.pair_scores(h, U, candidates, before)
+        if self.args.tree:
+            return self.best_first(anchor, S, candidates)
+        if law is None or self.args.argmax:
+            step = S.argmax(-1)                                                              # (B-1, K): the best successor
+        else:
+            q = law(S)                                                                       # (B-1, K, K)
+            step = sample(q)
+        path = [anchor.new_zeros(1)]
+        for successors in step:                                                              # the walk
+            path.append(successors.index_select(0, path[-1]))
+        path = torch.cat(path)                                                               # (B,): ranks among the candidates
+        tokens = torch.cat([anchor, candidates.gather(1, path[1:, None])[:, 0]])
+        if law is None or self.args.argmax:
+            return Tree(tokens, self.chain)
+        q = q[torch.arange(len(U), device=q.device), path[:-1]]                              # the conditional that was drawn from
+        return Tree(tokens, self.chain, F.pad(torch.zeros_like(logits, dtype=q.dtype).scatter(1, candidates, q), (0, 0, 0, 1)))
+
+    def best_first(self, anchor, S, candidates):
+        """DDTree (2604.12989) on the selector's scores: the N - 1 likeliest paths, with a heap: pop the best node, push its
+        next-ranked sibling and its own first child. Deterministic, so verified with the one-hot rule."""
+        N, K = self.args.tree, S.shape[-1]
+        top = S.float().log_softmax(-1).sort(descending=True, stable=True)
+        score, order, token = top.values.tolist(), top.indices.tolist(), candidates.tolist()
+        tokens, parent = [], [-1]
+        heap = [(-score[0][0][0], 0, 0, 0, 0)]                                                # (-Σ log q, slot, a, rank, parent)
+        while len(tokens) < N - 1 and heap:
+            cost, slot, a, rank, above = heapq.heappop(heap)
+            b = order[slot][a][rank]
+            tokens.append(token[slot][b])
+            parent.append(above)
+            if rank + 1 < K:
+                heapq.heappush(heap, (cost + score[slot][a][rank] - score[slot][a][rank + 1], slot, a, rank + 1, above))
+            if slot + 1 < len(score):
+                heapq.heappush(heap, (cost - score[slot + 1][b][0], slot + 1, b, 0, len(tokens)))
+        device = anchor.device
+        return Tree(torch.cat([anchor, torch.tensor(tokens, device=device)]),
+                    Topology(torch.tensor(parent, device=device), len(score)))
+
+
+def train(args):
+    target, data = get_target(args)
+    torch.manual_seed(args.seed)
+    drafter = warm_start(Drafter(target.config, args), args.init_from).to(args.device)
+    optimiser = Optimiser(drafter, args.lr, args.steps)
+    run = drafter_run(args, target, data, drafter, optimiser, generate)
+    for step in run:
+        idx = run.batch(data, step)
+        with run.autocast():
+            loss = run.parallel(target, idx)
+        loss.backward()
+        optimiser.step(step)
+        run.log(loss)
+
+
+@torch.inference_mode()
+def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=()):
+    """Continues prompt (token ids) -> verify.Record; the output has exactly the target's law."""
+    s = Session(target, prompt, max_new_tokens, temperature, top_k, top_p, stop, drafter.taps, drafter.nodes)
+    drafter.reset(s)
+    drafter.absorb(s.committed)
+
+    def verify(tree):
+        logits, h = target(tree.tokens[None], s.cache, tree.topology, drafter.taps)
+        s.verify(tree, logits[0], [x[0] for x in h])
+        drafter.absorb(s.committed)
+
+    return s.run(lambda: drafter.draft(target, s.anchor, s.law if temperature else None), verify)
+
+
+def main():
+    launch(sys.modules[__name__])
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,276 @@
+"""All methods side by side: trains what is missing, measures, checks losslessness, writes the README's table and the figures.
+
+    python tests/compare.py                            the five methods, 20 prompts per domain
+    python tests/compare.py dflash.py ../my/idea.py    these files, wherever they are
+    python tests/compare.py --no-write                 leaves README.md and .github/assets alone
+
+Speeds are taken next to plain decoding in one interleaved run: leave the machine alone meanwhile.
+"""
+import argparse
+import importlib.util
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+import verify  # noqa: E402
+
+FIVE = ["eagle1.py", "eagle2.py", "eagle3.py", "dflash.py", "dflash2.py"]
+ASSETS = ROOT / ".github" / "assets"
+
+
+def load_method(path):
+    """The module in a method's file, from any folder."""
+    path = Path(path) if Path(path).exists() else ROOT / path
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def prepare(module, target=None, **settings):
+    """(args, target, drafter) of a trained method; settings override what its checkpoint says."""
+    args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
+    for name, value in settings.items():
+        setattr(args, name, value)
+        args.given.add(name)
+    target = target or train.target_from(train.load(args.target, "target"), args.device, getattr(torch, args.dtype))
+    return args, target, train.load_drafter(module, args, target)
+
+
+def law_is_exact(module, target, drafter, prompt, n=1500, temperature=1.0):
+    """p-value of a chi-square test of the first two new tokens of n generations against the target's exact joint law."""
+    p1 = verify.probs(target(torch.tensor([prompt]))[0][0, -1], temperature).double()
+    likely = p1.topk(8).indices.tolist()
+    p2 = {a: verify.probs(target(torch.tensor([prompt + [a]]))[0][0, -1], temperature).double() for a in likely}
+    count = {}
+    torch.manual_seed(0)
+    for _ in range(n):
+        pair = tuple(module.generate(target, drafter, prompt, 2, temperature).tokens)
+        count[pair] = count.get(pair, 0) + 1
+    statistic, bins, rest_p, rest_n = 0.0, 0, 1.0, n
+    for a in likely:
+        for b in p2[a].topk(20).indices.tolist():
+            expected, seen = (p1[a] * p2[a][b]).item(), count.get((a, b), 0)
+            if n * expected >= 8:
+                statistic += (seen - n * expected) ** 2 / (n * expected)
+                bins, rest_p, rest_n = bins + 1, rest_p - expected, rest_n - seen
+    if n * rest_p >= 8:
+        statistic, bins = statistic + (rest_n - n * rest_p) ** 2 / (n * rest_p), bins + 1
+    k = max(1, bins - 1)
+    return 1 - torch.special.gammainc(torch.tensor(k / 2.0), torch.tensor(statistic / 2)).item()
+
+
+def calibration(module, target, drafter, prompts, bins=10):
+    """EAGLE-2's claim: [(confidence, acceptance, count)] of the children of the anchor, over greedy generations."""
+    pairs, draft = [], drafter.draft
+    for prompt in prompts:
+        seen = []
+
+        def wrapped(target, anchor, law=None):
+            top = drafter.read(target, drafter.state).softmax(-1).topk(4)
+            seen.append((top.values[0].tolist(), top.indices[0].tolist()))
+            return draft(target, anchor, law)
+
+        drafter.draft = wrapped
+        record = module.generate(target, drafter, prompt, 64)
+        at = 1
+        for (c, tokens), kept in zip(seen, record.committed):
+            pairs += [(ci, float(record.tokens[at] == t)) for ci, t in zip(c, tokens)]
+            at += kept
+    drafter.draft = draft
+    rows = []
+    for i in range(bins):
+        inside = [(c, a) for c, a in pairs if i / bins <= c < (i + 1) / bins + (i == bins - 1)]
+        if len(inside) >= 10:
+            rows.append((sum(c for c, _ in inside) / len(inside), sum(a for _, a in inside) / len(inside), len(inside)))
+    return rows
+
+
+def sweep(module, target, prompts, name, values, temperature=0.0, **others):
+    """[(value, tau, speedup)] over all domains for several values of one setting."""
+    rows = []
+    for value in values:
+        _, _, drafter = prepare(module, target, **{name: value}, **others)
+        numbers, _ = verify.measure(target, lambda p, *k: module.generate(target, drafter, p, *k), prompts, 96, temperature)
+        rows.append((value, numbers["tau"], numbers["speedup"]))
+        print(f"{module.Drafter.kind} {name}={value} T={temperature:g}: tau {numbers['tau']:.2f}, speedup {numbers['speedup']:.2f}", flush=True)
+    return rows
+
+
+def training_minutes(ckpt):
+    log = Path(ckpt).with_suffix(".jsonl")
+    if not log.exists():
+        return math.nan
+    return max(json.loads(line).get("seconds", 0) for line in log.read_text().splitlines()) / 60
+
+
+def markdown(results, hardware):
+    """The README's table."""
+    lines = [f"{hardware}.", ""]
+    for key, title in (("", "greedy, T = 0"), ("at_temperature_1", "sampled, T = 1")):
+        lines += [f"**{title}**", "",
+                  "| | " + " | ".join(f"{d} τ | {d} speedup" for d in ("maths", "code", "prose"))
+                  + " | nodes | draft ms | verify ms | plain ms/token | bound | free drafting | parameters | trained in |",
+                  "|---|" + "---|" * 14]
+        for name, r in results.items():
+            run = r["numbers"][key] if key else r["numbers"]
+            cells = []
+            for d in run["domains"].values():
+                low, _, high = d["speedup_quartiles"]
+                cells += [f"{d['tau']:.2f}", f"**{d['speedup']:.2f}×** ({low:.2f}–{high:.2f})"]
+            tau = sum(d["tau"] for d in run["domains"].values()) / len(run["domains"])
+            bound = tau * run["ar_ms"] / (run["draft_ms"] + run["verify_ms"])
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {r['nodes']} | {run['draft_ms']:.2f} | {run['verify_ms']:.2f} | "
+                         f"{run['ar_ms']:.2f} | {bound:.2f}× | {tau * run['ar_ms'] / run['verify_ms']:.2f}× | "
+                         f"{r['parameters'] / 1e6:.2f} M | {r['minutes']:.1f} min |")
+        lines.append("")
+    first = next(iter(results.values()))["numbers"]
+    plain = {d: v for d, v in first["domains"].items()}
+    lines.append("Plain greedy decoding repeats " + ", ".join(f"{v['repetition']:.0%} of its 8-grams on {d}" for d, v in plain.items())
+                 + (f"; right answers in maths {plain['math']['right_answers_plain']} of {plain['math']['prompts']}, "
+                    f"with every method the same number" if "math" in plain else "") + ".")
+    lines.append("")
+    lines.append("Greedy output identical to plain decoding: " + ", ".join(
+        "{} {} of {}".format(name, *r["numbers"]["greedy_equal"]) for name, r in results.items())
+        + ". Chi-square test of 1500 sampled continuations of two tokens against the target's exact law, p-values: "
+        + ", ".join(f"{name} {r['p_value']:.2f}" for name, r in results.items()) + ".")
+    return "\n".join(lines)
+
+
+def figures(results, extra):
+    try:
+        import matplotlib
+    except ImportError:
+        print("no figures: matplotlib is not installed (pip install matplotlib)")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    ASSETS.mkdir(parents=True, exist_ok=True)
+    colours = dict(zip(results, ("#9ecae1", "#4292c6", "#08519c", "#fd8d3c", "#d94801", "#555555", "#999999")))
+
+    def done(fig, name):
+        fig.tight_layout()
+        fig.savefig(ASSETS / f"{name}.png", dpi=110)
+        plt.close(fig)
+
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    for ax, key, title in zip(axes, ("", "at_temperature_1"), ("T = 0", "T = 1")):
+        for i, (name, r) in enumerate(results.items()):
+            domains = (r["numbers"][key] if key else r["numbers"])["domains"]
+            ax.bar([x + i * 0.16 for x in range(len(domains))], [d["speedup"] for d in domains.values()], 0.15, label=name, color=colours[name])
+            ax.set_xticks([x + 0.32 for x in range(len(domains))], domains)
+        ax.axhline(1, color="black", lw=0.8)
+        ax.set_title(title)
+    axes[0].set_ylabel("speedup over plain decoding")
+    axes[1].legend(fontsize=8)
+    done(fig, "speedup")
+
+    fig, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True)
+    for ax, domain in zip(axes, ("math", "code", "prose")):
+        for name, r in results.items():
+            a = r["numbers"]["domains"].get(domain, {"n_alpha": []})["n_alpha"]
+            ax.plot(range(1, len(a) + 1), a, "o-", ms=3, label=name, color=colours[name])
+        ax.set_title(domain)
+        ax.set_xlabel("draft position n")
+    axes[0].set_ylabel("n-α at T = 0")
+    axes[0].legend(fontsize=7)
+    done(fig, "n_alpha")
+
+    if extra.get("sweeps"):
+        fig, axes = plt.subplots(1, 2, figsize=(9, 3))
+        for label, rows in extra["sweeps"].items():
+            axes[0].plot([r[0] for r in rows], [r[1] for r in rows], "o-", label=label)
+            axes[1].plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=label)
+        for ax, title in zip(axes, ("τ", "speedup")):
+            ax.set_xlabel("nodes verified per pass")
+            ax.set_ylabel(title)
+        axes[0].legend(fontsize=7)
+        done(fig, "draft_size")
+
+    if extra.get("calibration"):
+        fig, ax = plt.subplots(figsize=(3.6, 3.2))
+        ax.plot([0, 1], [0, 1], color="grey", lw=0.8)
+        ax.plot([c for c, _, _ in extra["calibration"]], [a for _, a, _ in extra["calibration"]], "o-", color="#08519c")
+        ax.set_xlabel("draft confidence c")
+        ax.set_ylabel("accepted")
+        done(fig, "calibration")
+
+    fig, ax = plt.subplots(figsize=(5, 3))
+    for name, log in {r["ckpt"]: Path(r["ckpt"]).with_suffix(".jsonl") for r in results.values()}.items():
+        if log.exists():
+            rows = [json.loads(line) for line in log.read_text().splitlines()]
+            rows = [r for r in rows if "loss" in r]
+            ax.plot([r["step"] for r in rows], [r["loss"] for r in rows], label=Path(name).stem)
+    ax.set_xlabel("step")
+    ax.set_ylabel("training loss (not comparable between methods)")
+    ax.legend(fontsize=7)
+    done(fig, "loss")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=FIVE)
+    parser.add_argument("--prompts", type=int, default=20, help="per domain [20]")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt [128]")
+    parser.add_argument("--no-write", action="store_true", help="leave README.md and the figures alone")
+    parser.add_argument("--no-sweeps", action="store_true", help="without tree sizes and calibration")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    results, target = {}, None
+    for file in options.methods:
+        module = load_method(file)
+        args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
+        if not Path(args.ckpt).exists() or not Path(args.target).exists():
+            subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1"], check=True, env=env)
+        args, target, drafter = prepare(module, target)
+        data = train.Data(train.read_corpus(), train.encoding(target.tokenizer), min(256, target.config.max_seq_len))
+        args.name, args.prompts, args.max_new_tokens = Path(file).stem, options.prompts, options.max_new_tokens
+        numbers = train.report(module, args, target, drafter, data)
+        prompt = data.prompts(1, seed=3)[data.domains[0]][0][0]
+        results[args.name] = {
+            "numbers": numbers, "nodes": drafter.nodes, "parameters": sum(p.numel() for p in drafter.parameters()),
+            "minutes": training_minutes(args.ckpt), "ckpt": args.ckpt, "p_value": law_is_exact(module, target, drafter, prompt)}
+        print(f"law of the first two tokens at T=1, chi-square p-value: {results[args.name]['p_value']:.3f}")
+    extra = {}
+    if not options.no_sweeps:
+        prompts = [p for pairs in data.prompts(4, seed=11).values() for p, _ in pairs]
+        methods = {Path(f).stem: load_method(f) for f in options.methods}
+        extra["sweeps"] = {}
+        if "eagle2" in methods:
+            _, _, drafter = prepare(methods["eagle2"], target)
+            extra["calibration"] = calibration(methods["eagle2"], target, drafter, prompts)
+            extra["sweeps"]["eagle2"] = sweep(methods["eagle2"], target, prompts, "n_nodes", (4, 8, 12, 16, 24, 32))
+        for name in ("dflash", "dflash2"):
+            if name in methods:
+                extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (8, 12, 16, 24, 32, 48))
+                extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 6, 8, 12, 16))
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), platform.processor()) \
+        if Path("/proc/cpuinfo").exists() else platform.processor()
+    hardware = (f"{torch.get_num_threads()} threads of {cpu}, {next(iter(results.values()))['numbers']['dtype']}, PyTorch {torch.__version__}, "
+                f"Python {platform.python_version()}; {options.prompts} held-out prompts per domain, up to {options.max_new_tokens} new tokens each; "
+                f"speedup of all tokens, quartiles over prompts in brackets")
+    text = markdown(results, hardware)
+    Path("out").mkdir(exist_ok=True)
+    Path("out/compare.json").write_text(json.dumps({"results": results, **extra}, indent=1))
+    print("\n" + text)
+    if not options.no_write:
+        readme = (ROOT / "README.md").read_text()
+        before, rest = readme.split("<!-- table -->")
+        after = rest.split("<!-- /table -->")[1]
+        (ROOT / "README.md").write_text(f"{before}<!-- table -->\n{text}\n<!-- /table -->{after}")
+        figures(results, extra)
+
+
+if __name__ == "__main__":
+    train.command(main)
