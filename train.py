@@ -574,8 +574,8 @@ def save(path, checkpoint):
         temporary.unlink(missing_ok=True)
 
 
-def load(path, kind):
-    """Reads a checkpoint and checks what it is; raises UserError if it is not a complete checkpoint of this kind."""
+def load(path, kind=None):
+    """Reads a checkpoint and checks what it is; raises UserError if it is not a complete checkpoint of this kind (None: any)."""
     if not Path(path).exists():
         raise UserError(f"no checkpoint at {path}: run python {Path(sys.argv[0]).name} --train first")
     try:
@@ -587,7 +587,7 @@ def load(path, kind):
                         f"({type(error).__name__})") from None
     if not isinstance(checkpoint, dict) or not {"kind", "model", "config", "args"} <= set(checkpoint):
         raise UserError(f"{path}: a PyTorch file, but not a checkpoint of this project")
-    if checkpoint["kind"] != kind:
+    if kind not in (None, checkpoint["kind"]):
         raise UserError(f"{path}: holds a {checkpoint['kind']} checkpoint, and this needs {kind}")
     return checkpoint
 
@@ -784,11 +784,8 @@ def drafter_run(args, target, data, drafter, optimiser, generate):
 def warm_start(module, path):
     """Loads what fits from the checkpoint at path into module, if a path is given."""
     if path is not None:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if Path(path).is_file() else None
-        if checkpoint is None or "model" not in checkpoint:
-            raise UserError(f"--init_from {path}: no checkpoint there")
         try:
-            unknown = module.load_state_dict(checkpoint["model"], strict=False).unexpected_keys
+            unknown = module.load_state_dict(load(path)["model"], strict=False).unexpected_keys
         except RuntimeError:
             unknown = True
         if unknown:

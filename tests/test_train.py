@@ -331,9 +331,9 @@ def test_schedule_clipping_and_who_gets_which_rule():
     rest = {names[p] for group in adam.param_groups for p in group["params"]}
     assert matrices == {f"blocks.0.{n}.weight" for n in ("c_attn", "attn_proj", "c_fc", "mlp_proj")}
     assert matrices | rest == set(names.values()) and not matrices & rest
-    norms, scale, scale_adam = [], [], []
+    norms, scale, scale_adam, base = [], [], [], adam.param_groups[0]["lr"]
     muon.step = lambda: norms.append(math.sqrt(sum(float(p.grad.norm()) ** 2 for p in target.parameters())))
-    adam.step = lambda: (scale.append(muon.param_groups[0]["lr"] / 0.02), scale_adam.append(adam.param_groups[0]["lr"] / 0.003))
+    adam.step = lambda: (scale.append(muon.param_groups[0]["lr"] / 0.02), scale_adam.append(adam.param_groups[0]["lr"] / base))
     for step in range(100):
         for p in target.parameters():
             p.grad = torch.full_like(p, 50.0)
@@ -569,12 +569,12 @@ def test_two_processes_train_as_one(folder):
                 f" (dflash, {['dflash.py', '--steps', '2', '--ckpt', 'drafter.pt', *DRAFT]!r})]\n")
         (folder / name / "driver.py").write_text(DRIVER.replace("\nfor module", "\n" + runs + "for module"))
         process = subprocess.Popen([*launcher, "driver.py"], cwd=folder / name, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   text=True, start_new_session=True)
+                                   text=True)
         try:
-            _, err = process.communicate(timeout=180)
+            _, err = process.communicate(timeout=400)
         finally:
-            if process.poll() is None:  # with all that it started
-                os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # torchrun ends what it started
+            process.wait()
         assert process.returncode == 0, err[-3000:]
         results[name] = [torch.load(folder / name / f, weights_only=True) for f in ("target.pt", "drafter.pt")]
     for one, two in zip(results["one"], results["two"]):
