@@ -316,6 +316,7 @@ def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=Non
     """Continues prompt (token ids) -> verify.Record; the output has exactly the target's law."""
     s = Session(target, prompt, max_new_tokens, temperature, top_k, top_p, stop, drafter.taps, drafter.nodes)
     drafter.reset(s)
+    s.capture &= not drafter.args.tree  # its heap lives on the host
     drafter.absorb(s.committed)
 
     def verify(tree):

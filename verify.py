@@ -222,7 +222,6 @@ class Record:
     from_draft: list = field(default_factory=list)
     rounds: list = field(default_factory=list)
     committed: list = field(default_factory=list)
-    drafts: list = field(default_factory=list)
     seconds: dict = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0})
 
     @property
@@ -238,19 +237,19 @@ class Session:
     its trees. After prefill a round touches the host once, to read `report`: the tokens committed, then -1.
     """
 
-    def __init__(self, target, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), taps=(), nodes=1,
-                 keep_drafts=False):
+    chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule
+
+    def __init__(self, target, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), taps=(), nodes=1):
         limit = target.config.max_seq_len
         assert 0 < len(prompt) <= limit, f"a prompt has 1 to {limit} tokens, this one {len(prompt)}"
-        self.target, self.stop, self.keep_drafts = target, frozenset(stop), keep_drafts
+        self.stop = frozenset(stop)
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.room = min(max_new_tokens, limit - len(prompt))
         self.nodes, self.length, self.record, self.caches = nodes, len(prompt), Record(), []
         self.device = target.wte.weight.device
         self.cache = target.new_cache(nodes)
         self.caches.append(self.cache)
-        self.verify_drawn_chain = verify_block
-        started = self.clock()
+        started = self.stamp()
         idx = torch.tensor([prompt], device=self.device)
         self.cache.reserve(len(prompt))
         logits, h = target(idx, self.cache, taps=taps)
@@ -259,10 +258,11 @@ class Session:
         self.committed = Committed(torch.cat([idx[0], self.anchor]), [x[0] for x in h], torch.zeros_like(n), n)
         self.cache.pos += n
         self.report = self.anchor
+        self.capture = self.device.type == "cuda"
         self.done = self.room <= 0
         if not self.done:
             self.take(self.report.tolist(), drafted=None)
-        self.record.seconds["prefill"] = self.clock() - started
+        self.stamps = {"prefill": [(started, self.stamp())], "draft": [], "verify": []}
 
     def new_cache(self, n_layer, n_head, head_dim):
         """A drafter's cache with as many slots as the target's."""
@@ -285,7 +285,7 @@ class Session:
         if self.temperature == 0:
             path, n, bonus = greedy(logits.argmax(-1), tree)
         else:
-            rule = self.verify_drawn_chain if tree.topology.is_chain else verify_tree
+            rule = self.chain_rule if tree.topology.is_chain else verify_tree
             path, n, bonus = rule(self.law(logits), tree)
         tokens = torch.cat([tree.tokens.index_select(0, path), bonus[None]])
         tokens = tokens.scatter(0, n[None], bonus[None])  # anchor, accepted tokens, bonus, padding
@@ -317,29 +317,52 @@ class Session:
             # a round that was cut says nothing about how much would have been accepted
             self.record.rounds.append((drafted, len(new) - 1 if len(kept) == len(new) else None))
 
-    def clock(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def stamp(self):
+        """A point in time: seconds on a CPU, an event in the stream on CUDA, which waits for nothing."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def run(self, draft, verify):
-        """Rounds until done: draft() -> Tree, verify(tree) commits. Returns the Record."""
-        seconds = self.record.seconds
+        """Rounds until done: draft() -> Tree, verify(tree) commits. Returns the Record.
+
+        On CUDA both are captured as graphs after two rounds, which have warmed everything up, and replayed from then on: what
+        passes from one round to the next (anchor, caches, the drafter's state) is written in place.
+        """
         while not self.done:
             for cache in self.caches:
                 cache.reserve(self.length + self.nodes)
-            t0 = time.perf_counter()
+            t0 = self.stamp()
             tree = draft()
-            t1 = time.perf_counter()
+            t1 = self.stamp()
             verify(tree)
             new = self.report.tolist()  # the one synchronisation of a round
-            t2 = time.perf_counter()
-            seconds["draft"] += t1 - t0
-            seconds["verify"] += t2 - t1
-            if self.keep_drafts and tree is not None:
-                self.record.drafts.append(tree)
+            self.stamps["draft"].append((t0, t1))
+            self.stamps["verify"].append((t1, self.stamp()))
             self.take(new, tree.topology.max_depth if tree is not None else 0)
+            if self.capture and len(self.record.committed) == 2 and not self.done:
+                draft, tree = capture(draft)
+                verify, _ = capture(verify, tree)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for stage, pairs in self.stamps.items():
+            self.record.seconds[stage] = sum(b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairs)
         return self.record
+
+
+def capture(function, *args):
+    """Captures function(*args), which has run before, in a CUDA graph. Returns (replay, outputs): replay(...) ignores its
+    arguments, runs the graph on the buffers of the capture, and returns the same outputs, rewritten in place."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function(*args)
+
+    def replay(*_):
+        graph.replay()
+        return outputs
+    return replay, outputs
 
 
 @torch.inference_mode()

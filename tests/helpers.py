@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import verify
 from model import GPT, GPTConfig
-from verify import Session, Topology, Tree, chain
+from verify import Session, Topology, Tree
 
 
 def tiny(vocab_size=7, max_seq_len=24, n_layer=2, seed=0, scale=0.5):
@@ -120,7 +120,7 @@ def branches(rule, t, tokens, p, q, weight, replacement=False):
             on = (t.node[:, None] == path).any(-1)
             chances = [torch.where(on & (child > 0), 2 * c, 1.0) for c, child in zip(chances, t.children if chances else [])]
             draws = [torch.where(on, V * d, 1.0) for d in draws]
-            draws.append(torch.full((1,), 1.0 / (len(all_bits) * len(ys)), dtype=torch.float64))  # outcomes that played no part were uniform
+            draws.append(torch.full((1,), 1.0 / (len(all_bits) * len(ys)), dtype=torch.float64))  # idle outcomes were uniform
         return path, n, bonus, torch.stack([c.prod() for c in chances + draws]).prod()
 
     q = p if q is None else q
@@ -223,7 +223,7 @@ class Informed:
 def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), rule=None):
     """The loop that every method has."""
     s = Session(target, prompt, max_new_tokens, temperature, top_k, top_p, stop, drafter.taps, drafter.nodes)
-    s.verify_drawn_chain = rule or s.verify_drawn_chain
+    s.chain_rule = rule or s.chain_rule
     drafter.reset(s)
     drafter.absorb(s.committed)
 
@@ -315,8 +315,9 @@ def counted(law_shape, V, outputs):
 # ---------------------------------------------------------------------------------------------------------------------
 ROOT = Path(__file__).parent.parent
 METHODS = sorted(f.stem for f in ROOT.glob("*.py") if "\nclass Drafter" in f.read_text(encoding="utf-8"))
-SMALL = dict(block_size=4, n_draft_layer=2, n_taps=2, device="cpu", dtype="float64")
-WAYS = [{}, dict(argmax=True), dict(tree=9), dict(tree=3, block_size=8), dict(drawn=0), dict(drawn=9)]
+SMALL = dict(block_size=4, n_draft_layer=2, n_taps=2, depth=2, n_nodes=12, device="cpu", dtype="float64")
+WAYS = [{}, dict(argmax=True), dict(tree=9), dict(tree=3, block_size=8), dict(drawn=0), dict(drawn=9), dict(n_candidates=2),
+        dict(width=9, beam=2, depth=3)]
 
 
 def ways():

@@ -630,7 +630,7 @@ def test_chi_square_notices():
 
 @pytest.mark.parametrize("case", ways(), ids=case_name)
 def test_law_of_the_methods(case):
-    """Chi-square of three tokens over 120 generations of every method in every way it drafts; and q, where a draft has one, is
+    """Chi-square of three tokens over 100 generations of every method in every way it drafts; and q, where a draft has one, is
     what its tokens were drawn from: every drawn node has every token as often as q, without its elder siblings, says: |z| < 5.5."""
     target = tiny(**SMOOTH)
     module, drafter = build(*case, target)
@@ -638,7 +638,7 @@ def test_law_of_the_methods(case):
     drafter.draft = lambda *a, **kw: trees.append(draft(*a, **kw)) or trees[-1]
     controls = CONTROLS[ways().index(case) % len(CONTROLS)]
     law = target_law(target, [2, 1], 3, *controls)
-    assert frequencies(lambda: module.generate(target, drafter, [2, 1], 3, *controls), law, 120) > FALSE_ALARM
+    assert frequencies(lambda: module.generate(target, drafter, [2, 1], 3, *controls), law, 100) > FALSE_ALARM
     with_q = [tree for tree in trees if tree.q is not None]
     assert len(with_q) in (0, len(trees))
     shapes = {}
