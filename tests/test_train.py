@@ -14,6 +14,7 @@ import urllib.request
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import regex
@@ -361,10 +362,10 @@ def test_a_killed_save_leaves_a_complete_file(tmp_path):
     path, r = tmp_path / "x.pt", random.Random(0)
     train.save(path, CHECKPOINT)
     for _ in range(25):
-        began = path.stat().st_ino
+        began = path.stat()
         process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(path,))
         process.start()
-        while path.stat().st_ino == began:  # it saves now
+        while process.is_alive() and path.stat() == began:  # until it has saved once
             time.sleep(0.001)
         time.sleep(r.uniform(0, 0.01))
         os.kill(process.pid, signal.SIGKILL)
@@ -525,19 +526,24 @@ def test_a_tokenizer_that_cannot_be_fetched_says_so(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 TINY = "--n_layer 2 --n_embd 32 --n_head 2 --seq_len 32 --vocab_size 320 --batch_size 4 --data data".split()
 DRAFT = "--train --seq_len 32 --batch_size 4 --block_size 4 --n_anchors 99 --n_draft_layer 1 --data data --target target.pt".split()
+RUNS = [["train.py", "--steps", "2", "--ckpt", "target.pt", *TINY], ["dflash.py", "--steps", "2", "--ckpt", "drafter.pt", *DRAFT]]
 DRIVER = """
-import sys, torch, train, dflash
+import torch, test_train
 torch.set_num_threads(1)
-train.has_bf16 = lambda: False            # in fp32 the share of a batch is the same sum in another order
-train.launch.__globals__["report"] = lambda *_: {}
-train.show = lambda *_: None
-for module, argv in RUNS:
-    sys.argv = argv
-    module.main()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()       # as between two commands
-train.command(lambda: None)
+test_train.train_both()
 """
+
+
+def train_both():
+    """The target and a drafter, in fp32, where a share of the batch is the same sum in another order; without reports."""
+    import dflash
+    with mock.patch.multiple(train, has_bf16=lambda: False, report=lambda *_: {}, show=lambda *_: None):
+        for module, argv in zip((train, dflash), RUNS):
+            with mock.patch.object(sys, "argv", argv):
+                module.main()
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # as between two commands
+        train.command(lambda: None)
 
 
 @pytest.fixture
@@ -559,28 +565,28 @@ def tensors(state, prefix=""):
     return found
 
 
-def test_two_processes_train_as_one(folder):
+def test_two_processes_train_as_one(folder, monkeypatch):
     """torchrun with two gloo processes: weights and optimiser state (the gradients' averages) of one process on the joint batch."""
-    results = {}
-    for name, launcher in (("one", [sys.executable]), ("two", [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"])):
-        (folder / name).mkdir()
-        os.symlink(folder / "data", folder / name / "data")
-        runs = (f"RUNS = [(train, {['train.py', '--steps', '2', '--ckpt', 'target.pt', *TINY]!r}),"
-                f" (dflash, {['dflash.py', '--steps', '2', '--ckpt', 'drafter.pt', *DRAFT]!r})]\n")
-        (folder / name / "driver.py").write_text(DRIVER.replace("\nfor module", "\n" + runs + "for module"))
-        process = subprocess.Popen([*launcher, "driver.py"], cwd=folder / name, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   text=True)
-        try:
-            _, err = process.communicate(timeout=400)
-        finally:
-            process.terminate()  # torchrun ends what it started
-            process.wait()
-        assert process.returncode == 0, err[-3000:]
-        results[name] = [torch.load(folder / name / f, weights_only=True) for f in ("target.pt", "drafter.pt")]
-    for one, two in zip(results["one"], results["two"]):
-        assert one["model"].keys() == two["model"].keys() and not [k for k in two["model"] if "module." in k or "_orig_mod" in k]
+    train_both()
+    one = [torch.load(f, weights_only=True) for f in ("target.pt", "drafter.pt")]
+    (folder / "two").mkdir()
+    monkeypatch.chdir(folder / "two")
+    os.symlink(folder / "data", "data")
+    Path("driver.py").write_text(DRIVER)
+    env = {**ENV, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "driver.py"], env=env,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _, err = process.communicate(timeout=400)
+    finally:
+        process.terminate()  # torchrun ends what it started
+        process.wait()
+    assert process.returncode == 0, err[-3000:]
+    two = [torch.load(f, weights_only=True) for f in ("target.pt", "drafter.pt")]
+    for alone, shared in zip(one, two):
+        assert alone["model"].keys() == shared["model"].keys() and not [k for k in shared["model"] if "module." in k or "_orig_mod" in k]
         for part in ("model", "optimiser"):
-            a, b = tensors(one[part]), tensors(two[part])
+            a, b = tensors(alone[part]), tensors(shared[part])
             assert a.keys() == b.keys() and len(a) > 5
             for key in a:
                 torch.testing.assert_close(a[key], b[key], atol=2e-4, rtol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
