@@ -70,8 +70,7 @@ class Layer(nn.Module):
         self.n_head = c.n_head
         self.ln_1 = nn.LayerNorm(d, bias=False)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.q_norm = nn.LayerNorm(d // c.n_head, bias=False)
-        self.k_norm = nn.LayerNorm(d // c.n_head, bias=False)
+        self.qk_norm = nn.Parameter(torch.ones(2, 1, 1, 1, d // c.n_head))  # scales of the norms of queries and keys
         self.attn_proj = nn.Linear(d, d, bias=False)
         self.ln_2 = nn.LayerNorm(d, bias=False)
         self.fc = nn.Linear(d, 4 * d, bias=False)
@@ -81,14 +80,14 @@ class Layer(nn.Module):
         """Keys and values of the context, H (b, T, d) -> (2, b, n_head, T, hd): no norm, no query, no MLP."""
         d = H.shape[-1]
         k, v = heads(F.linear(H, self.qkv.weight[d:]), 2, self.n_head)
-        return torch.stack([rotate(self.k_norm(k), angles), v])
+        return torch.stack([rotate(F.layer_norm(k, k.shape[-1:]) * self.qk_norm[1], angles), v])
 
     def forward(self, x, angles, memory, mask):
         """x (b, T, d); angles of its positions; memory: a function from the block's own keys and values to all of them; mask, additive."""
         b, T, d = x.shape
-        q, k, v = heads(self.qkv(self.ln_1(x)), 3, self.n_head)
-        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
-        k, v = memory(torch.stack([k, v]))
+        qkv = heads(self.qkv(self.ln_1(x)), 3, self.n_head)
+        q, k = rotate(F.layer_norm(qkv[:2], qkv.shape[-1:]) * self.qk_norm, angles)
+        k, v = memory(torch.stack([k, qkv[2]]))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
         return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))

@@ -77,8 +77,8 @@ class Layer(nn.Module):
         """x (b, T, d) and the angles of its positions; attend: a function from q, k, v, each (b, n_head, T, hd), to the
         attention's output."""
         b, T, d = x.shape
-        q, k, v = self.qkv(x).view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
-        y = attend(rotate(q, angles), rotate(k, angles), v)
+        qkv = self.qkv(x).view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        y = attend(*rotate(qkv[:2], angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
         return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
 

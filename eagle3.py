@@ -83,8 +83,8 @@ class Layer(nn.Module):
         (b, n_head, T, hd), to the attention's output."""
         b, T, d = x.shape
         qkv = self.qkv(torch.cat([self.token_norm(tokens), self.state_norm(x)], -1))
-        q, k, v = qkv.view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
-        y = attend(rotate(q, angles), rotate(k, angles), v)
+        qkv = qkv.view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        y = attend(*rotate(qkv[:2], angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
         return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
 

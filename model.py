@@ -32,18 +32,16 @@ class GPTConfig:
 
 
 def rope_angles(positions, head_dim, dtype=torch.float32, base=10000.0):
-    """Rotary positions (Su et al. 2104.09864): positions (..., T) -> cos and sin, (2, ..., T, head_dim/2), for rotate."""
+    """Rotary positions (Su et al. 2104.09864): positions (..., T) -> cos and signed sin, (2, ..., T, head_dim), for rotate."""
     half = head_dim // 2
-    freq = base ** (-torch.arange(half, device=positions.device) / half)
-    angle = positions[..., None] * freq
-    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+    angle = positions[..., None] * base ** (-torch.arange(half, device=positions.device) / half)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(dtype)
 
 
 def rotate(x, angles):
     """x (..., T, hd), angles from rope_angles -> x at its positions, the same shape."""
-    cos, sin = angles
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.addcmul(x * angles[0], x.roll(x.shape[-1] // 2, -1), angles[1])
 
 
 @functools.lru_cache
@@ -64,7 +62,7 @@ class KVCache:
         self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
         self.span = slots
-        self.index = torch.arange(slots, device=device)
+        self.index = torch.arange(slots + 1, device=device)
 
     def reserve(self, n):
         """Lets the next passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
@@ -80,8 +78,9 @@ class KVCache:
         """ancestors (R, T), 0 where row i may see row j behind pos and -inf elsewhere -> (R, span): the committed prefix is
         visible to every row, whatever lies beyond those T rows to none."""
         T = ancestors.shape[-1]
-        padded = F.pad(F.pad(ancestors, (1, 0)), (0, 1), value=-math.inf)  # prefix | new rows | beyond
-        return padded.index_select(1, (self.index[:self.span] - self.pos + 1).clamp(0, T + 1))
+        padded = F.pad(ancestors, (1, 1), value=-math.inf)  # prefix | new rows | beyond
+        padded[:, 0] = 0
+        return padded.index_select(1, (self.index[1:self.span + 1] - self.pos).clamp_(0, T + 1))
 
     def keep(self, path, n):
         """Commits n rows: moves the rows of path (P,), node numbers of the last pass, to pos, pos+1, ... and advances pos
@@ -129,8 +128,9 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if name.endswith("proj.weight") else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-        angles = rope_angles(torch.arange(c.max_seq_len), c.n_embd)  # learned positions that start as sinusoids: heads that
-        self.wpe.weight.data.copy_(0.02 * 2 ** 0.5 * torch.cat([*angles], -1))  # look a token back form in fewer steps
+        # Learned positions that start as sinusoids: heads that look one token back form in fewer steps.
+        cos, sin = rope_angles(torch.arange(c.max_seq_len), c.n_embd)
+        self.wpe.weight.data.copy_(0.02 * 2 ** 0.5 * torch.where(torch.arange(c.n_embd) < c.n_embd // 2, cos, sin))
 
     def embed(self, tokens):
         """Token embeddings, without positions: tokens (...) -> (..., d)."""

@@ -14,6 +14,7 @@ Text whose checksum is 0 modulo 8 (by file for code and prose, by problem for ma
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import heapq
 import json
@@ -211,6 +212,7 @@ def docstrings(source):
                     yield doc
 
 
+@functools.lru_cache(maxsize=2)
 def read_corpus(data=None, quiet=False):
     """Returns {domain: {"train": [document], "held": [document]}}; a document is a string.
 
@@ -473,7 +475,7 @@ class CommonArgs:
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(900, "optimiser steps")
+    steps: int = flag(1400, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.03, "learning rate of Muon; AdamW has a sixth of it")
@@ -828,7 +830,13 @@ def get_target(args):
     target = target_from(load(args.target, "target"), args.device)
     if args.seq_len > target.config.max_seq_len:
         raise UserError(f"--seq_len {args.seq_len} exceeds the target's context of {target.config.max_seq_len}")
-    return target, Data(read_corpus(args.data, quiet=rank > 0), encoding(target.tokenizer), args.seq_len, quiet=rank > 0)
+    return target, load_data(args.data, json.dumps(target.tokenizer), args.seq_len, rank > 0)
+
+
+@functools.lru_cache(maxsize=2)
+def load_data(path, tokenizer, seq_len, quiet=False):
+    """The Data of a corpus (--data, or None) under a tokenizer given as JSON, made once per process."""
+    return Data(read_corpus(path, quiet), encoding(json.loads(tokenizer)), seq_len, quiet)
 
 
 @torch.no_grad()
@@ -848,13 +856,13 @@ def train(args):
     """Trains the target on all domains; cross-entropy of the next token."""
     args.name = "target"
     rank, _ = start_processes(args)
-    corpus = read_corpus(args.data, quiet=rank > 0)
+    corpus = read_corpus(args.data, rank > 0)
     if args.resume and Path(args.ckpt).exists():
         tokenizer = load(args.ckpt, "target")["tokenizer"]
     else:
         text = "".join(doc for c in corpus.values() for doc in random.Random(0).sample(c["train"], len(c["train"])) [:4000])
         tokenizer = {"ranks": [b.decode("latin-1") for b in train_bpe(text[:6_000_000], args.vocab_size, quiet=rank > 0)]}
-    data = Data(corpus, encoding(tokenizer), args.seq_len, quiet=rank > 0)
+    data = load_data(args.data, json.dumps(tokenizer), args.seq_len, rank > 0)
     torch.manual_seed(args.seed)
     config = model.GPTConfig(args.seq_len, data.enc.n_vocab, args.n_layer, args.n_head, args.n_embd)
     target = model.GPT(config).to(args.device)
@@ -1023,7 +1031,7 @@ def launch(method):
     if args.prompt is not None:
         show(method, args, target, drafter, enc, enc.encode_ordinary(args.prompt))
     elif args.bench or args.train:
-        data = Data(read_corpus(args.data), enc, min(256, target.config.max_seq_len))
+        data = load_data(args.data, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
         numbers = report(method, args, target, drafter, data)
         print()
         show(method, args, target, drafter, enc, data.prompts(1, args.seed)[data.domains[0]][0][0])

@@ -234,7 +234,7 @@ def main():
         if not Path(args.ckpt).exists() or not Path(args.target).exists():
             subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1"], check=True, env=env)
         args, target, drafter = prepare(module, target)
-        data = train.Data(train.read_corpus(), train.encoding(target.tokenizer), min(256, target.config.max_seq_len))
+        data = train.load_data(None, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
         args.name, args.prompts, args.max_new_tokens = Path(file).stem, options.prompts, options.max_new_tokens
         numbers = train.report(module, args, target, drafter, data)
         prompt = data.prompts(1, seed=3)[data.domains[0]][0][0]

@@ -31,6 +31,14 @@ TARGET = "--n_layer 2 --n_embd 32 --n_head 2 --seq_len 64 --vocab_size 400 --ste
 DRAFTER = "--train --seq_len 64 --steps 3 --batch_size 2 --data data --prompts 2 --max_new_tokens 12".split()
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """Tests change folders and what is in them: no corpus is kept from one to the next."""
+    for f in vars(train).values():
+        if hasattr(f, "cache_clear"):
+            f.cache_clear()
+
+
 def run(module, *argv):
     """`python MODULE.py ARGV` in this process -> (exit status, stdout, stderr)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -193,8 +201,8 @@ def test_right_answers_are_counted_with_and_without_drafting(monkeypatch, capsys
     solutions = [list(s.encode()) for _, s, _ in texts]
     given = [(verify.Record(tokens=s if i % 2 else s[:-1]), verify.Record(tokens=s if i == 3 else list(b"\nAnswer: no idea\n")))
              for i, s in enumerate(solutions)]
-    numbers = {"prompts": 6, "tau": 1, "ar_tok_s": 1, "tok_s": 1, "speedup": 1, "speedup_quartiles": [1, 1, 1], "repetition": 0, "n_alpha": []}
-    measured = {**numbers, "draft_ms": 1, "verify_ms": 1, "ar_ms": 1, "equal": 6}
+    ones = dict.fromkeys(("tau", "ar_tok_s", "tok_s", "speedup", "draft_ms", "verify_ms", "ar_ms"), 1)
+    measured = {**ones, "prompts": 6, "equal": 6, "speedup_quartiles": [1, 1, 1], "repetition": 0, "n_alpha": []}
     monkeypatch.setattr(verify, "measure", lambda *_: (dict(measured), given))
     data = SimpleNamespace(enc=enc, prompts=lambda n, seed: {"math": [(list(q.encode()), a) for q, _, a in texts]})
     args = train.Args(prompts=6)
@@ -291,28 +299,27 @@ def refuse(module, *argv):
     return line
 
 
-WRONG = {  # what is given: what the line has to name
-    "--prompt=": "--prompt", "--temperature=-1": "--temperature", "--temperature=nan": "--temperature", "--temperature=inf": "--temperature",
-    "--temperature=warm": "--temperature", "--top_p=0": "--top_p", "--top_p=1.5": "--top_p", "--top_p=nan": "--top_p", "--top_p=-0.1": "--top_p",
-    "--top_k=0": "--top_k", "--top_k=-3": "--top_k", "--top_k=2.5": "--top_k", "--device=abacus": "--device", "--device=meta": "--device",
-    "--device=cuda": "CUDA", "--device=cuda:7": "CUDA", "--dtype=int8": "--dtype", "--max_new_tokens=-1": "--max_new_tokens",
-    "--max_new_tokens=many": "--max_new_tokens", "--steps=0": "--steps", "--steps=-5": "--steps", "--steps=2.5": "--steps",
-    "--batch_size=0": "--batch_size", "--seq_len=0": "--seq_len", "--seq_len=1": "--seq_len", "--lr=0": "--lr", "--lr=-1": "--lr",
-    "--lr=nan": "--lr", "--prompts=0": "--prompts", "--seed=x": "--seed", "--seed=99999999999999999999999": "--seed",
-    "--banana": "--banana", "--banana=3": "--banana", "--temp=1": "--temp", "--max_new=3": "--max_new", "--see=1": "--see", "--tra": "--tra",
-    "hello": "hello", "--temperature": "--temperature", "--data=": "--data", "--data=nowhere": "nowhere", "--data=empty.txt": "empty.txt",
-    "--data=hollow": "hollow", "--data=binary": "binary", "--data=binary/x.bin": "x.bin", "--data=notes.txt": "--seq_len",
-    "--ckpt=data": "data", "--ckpt=notes.txt/x.pt": "notes.txt", "--resume --ckpt=nowhere/x.pt": "--resume", "--resume --ckpt=foreign.pt": "foreign.pt",
+WRONG = {  # what the line has to name: flags that it is about
+    "--prompt": ["--prompt="], "--temperature": [f"--temperature={v}" for v in ("-1", "nan", "inf", "warm")] + ["--temperature"],
+    "--top_p": [f"--top_p={v}" for v in ("0", "1.5", "nan", "-0.1")], "--top_k": [f"--top_k={v}" for v in ("0", "-3", "2.5")],
+    "--device": ["--device=abacus", "--device=meta"], "CUDA": ["--device=cuda", "--device=cuda:7"], "--dtype": ["--dtype=int8"],
+    "--max_new_tokens": ["--max_new_tokens=-1", "--max_new_tokens=many"], "--steps": [f"--steps={v}" for v in ("0", "-5", "2.5")],
+    "--batch_size": ["--batch_size=0"], "--seq_len": ["--seq_len=0", "--seq_len=1", "--data=notes.txt"],
+    "--lr": [f"--lr={v}" for v in ("0", "-1", "nan")], "--prompts": ["--prompts=0"], "--seed": ["--seed=x", "--seed=99999999999999999999999"],
+    "--banana": ["--banana", "--banana=3"], "--temp": ["--temp=1"], "--max_new": ["--max_new=3"], "--see": ["--see=1"], "--tra": ["--tra"],
+    "hello": ["hello"], "--data": ["--data="], "nowhere": ["--data=nowhere"], "empty.txt": ["--data=empty.txt"], "hollow": ["--data=hollow"],
+    "binary": ["--data=binary", "--data=binary/x.bin"], "--ckpt data": ["--ckpt=data"], "--ckpt notes.txt": ["--ckpt=notes.txt/x.pt"],
+    "--resume": ["--resume --ckpt=nowhere/x.pt"], "foreign.pt": ["--resume --ckpt=foreign.pt"],
 }
 
 
 @every_command
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_values_are_refused(world, module, flags, monkeypatch):
+@pytest.mark.parametrize("word, flags", [(word, flags) for word, variants in WRONG.items() for flags in variants])
+def test_wrong_values_are_refused(world, module, word, flags, monkeypatch):
     """A value that makes no sense, an unknown or shortened flag, text that cannot be had: refused before anything is trained."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     base = [*(DRAFTER if module in METHODS else TARGET), "--ckpt", "nowhere/new.pt"]
-    assert WRONG[flags] in refuse(module, *base, *flags.split(" "))
+    assert word in refuse(module, *base, *flags.split(" "))
 
 
 @every_command
@@ -333,7 +340,8 @@ def test_every_flag_of_its_own_has_bounds(world, module):
 def test_checkpoints_that_are_none_are_refused(world, module, which, word):
     """Missing, foreign, a text, an empty file, cut short, of another kind."""
     own = Path(own_checkpoint(module)).name
-    which = {"cut": f"cut-{own}", "wrong kind": "out/target.pt" if module in METHODS else f"out/{METHODS[0].Drafter.kind}.pt"}.get(which, which)
+    other = "out/target.pt" if module in METHODS else own_checkpoint(METHODS[0])
+    which = {"cut": f"cut-{own}", "wrong kind": other}.get(which, which)
     assert word in refuse(module, "--prompt", "Add", "--ckpt", which)
 
 
@@ -356,7 +364,8 @@ def test_starts_from_what_is_no_drafter_of_its_like_are_refused(world, module, w
 @every_method
 def test_a_drafter_does_not_go_on_with_another_target(world, module):
     """--resume refuses a target that the checkpoint was not trained for."""
-    assert "another target" in refuse(module, "--resume", "--steps", 9, "--ckpt", own_checkpoint(module), "--target", "other.pt", "--data", "data")
+    argv = "--resume", "--steps", 9, "--ckpt", own_checkpoint(module), "--target", "other.pt", "--data", "data"
+    assert "another target" in refuse(module, *argv)
 
 
 @every_command

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from helpers import METHODS, tiny
+from rounds import a_round
 
 import verify
 from model import GPT, GPTConfig
@@ -12,35 +13,12 @@ from model import GPT, GPTConfig
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def a_round(name, target, device="cpu", temperature=0.0):
-    """(session, draft, verify) of a method after prefill, as its generate composes them."""
-    method = importlib.import_module(name)
-    drafter = method.Drafter(target.config, method.Args()).to(device, target.wte.weight.dtype).eval()
-    found = {}
-
-    class Stop(Exception):
-        pass
-
-    def run(session, draft, verify):
-        found.update(session=session, draft=draft, verify=verify)
-        raise Stop
-
-    original, verify.Session.run = verify.Session.run, run
-    try:
-        method.generate(target, drafter, [1, 2, 3, 4], 40, temperature)
-    except Stop:
-        pass
-    finally:
-        verify.Session.run = original
-    return found["session"], found["draft"], found["verify"]
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_round_traces_as_one_graph(name):
     """Draft and verification are free of graph breaks, and a new position needs no new graph."""
     torch.manual_seed(0)
     target = tiny(vocab_size=40, max_seq_len=96, n_layer=8)
-    session, draft, verify_ = a_round(name, target)
+    session, _, draft, verify_ = a_round(name, target)
     for cache in session.caches:
         cache.span = cache.kv.shape[4]                        # as on CUDA: one shape for all positions
     graphs = []
@@ -80,7 +58,7 @@ def test_captured_equals_eager(name, temperature):
 def test_replay_does_not_synchronise(name):
     """A replayed round waits for nothing but the read of its report."""
     target = GPT(GPTConfig(128, 64, 8, 2, 32)).cuda().eval()
-    session, draft, verify_ = a_round(name, target, "cuda")
+    session, _, draft, verify_ = a_round(name, target, device="cuda")
     with torch.inference_mode():
         for _ in range(2):
             verify_(draft())

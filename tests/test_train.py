@@ -1,4 +1,5 @@
 """Data, tokenizer, optimiser, checkpoints and the training loop: what train.py promises."""
+import inspect
 import json
 import math
 import multiprocessing
@@ -25,6 +26,14 @@ import train
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """Tests change folders and what is in them: no corpus is kept from one to the next."""
+    for f in vars(train).values():
+        if hasattr(f, "cache_clear"):
+            f.cache_clear()
 
 
 def problem_text(n, seed=0):
@@ -168,7 +177,7 @@ def test_a_file_is_held_out_with_all_its_docstrings(monkeypatch):
     """Code and prose are split by file: no source is on both sides, and a docstring is on the side of its source."""
     files = train.stdlib_files()[::12]
     monkeypatch.setattr(train, "stdlib_files", lambda: files)
-    corpus = train.read_corpus(quiet=True)
+    corpus = inspect.unwrap(train.read_corpus)(quiet=True)
     assert set(corpus) == {"math", "code", "prose"} and all(c["train"] and c["held"] for c in corpus.values())
     sources = {name: f.read_text(encoding="utf-8") for name, f in files}
     sides = {name: "held" if source in corpus["code"]["held"] else "train" for name, source in sources.items()}
@@ -276,7 +285,7 @@ def test_tokens_round_trip_and_digits_stand_alone():
     assert enc.n_vocab == 400 and enc.eot_token == 399 == len(ranks)
     r = random.Random(1)
     points = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
-    texts = ["".join(map(chr, r.choices(points, k=200))) for _ in range(50)] + ["".join(map(chr, r.choices(range(300), k=200))) for _ in range(50)]
+    texts = ["".join(map(chr, r.choices(alphabet, k=200))) for alphabet in (points, range(300)) for _ in range(50)]
     texts += ["", " ", "\r\n\n \t", "a\0b", train.END, "x" + train.END, problem_text(3, 5)]
     for text in texts:
         ids = enc.encode_ordinary(text)

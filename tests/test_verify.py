@@ -631,7 +631,7 @@ def test_chi_square_notices():
 @pytest.mark.parametrize("case", ways(), ids=case_name)
 def test_law_of_the_methods(case):
     """Chi-square of three tokens over 100 generations of every method in every way it drafts; and q, where a draft has one, is
-    what its tokens were drawn from: every drawn node has every token as often as q, without its elder siblings, says: |z| < 5.5."""
+    what its tokens were drawn from: drawn nodes have every token as often as q, without their elder siblings, says: |z| < 5.5."""
     target = tiny(**SMOOTH)
     module, drafter = build(*case, target)
     trees, draft = [], drafter.draft
@@ -641,21 +641,20 @@ def test_law_of_the_methods(case):
     assert frequencies(lambda: module.generate(target, drafter, [2, 1], 3, *controls), law, 100) > FALSE_ALARM
     with_q = [tree for tree in trees if tree.q is not None]
     assert len(with_q) in (0, len(trees))
-    shapes = {}
+    excess, variance = {}, {}  # by depth and rank among the drawn siblings: the shape of a tree may depend on its tokens
     for tree in with_q:
-        shapes.setdefault((tuple(tree.topology.parent.tolist()), tuple(tree.topology.drawn.tolist())), []).append(tree)
-    for (parent, drawn), same in shapes.items():
-        tokens, q = torch.stack([tree.tokens for tree in same]), torch.stack([tree.q for tree in same])
-        assert any(drawn) and (q.sum(-1)[:, [a for a, d in zip(parent, drawn) if d]] - 1).abs().max() < 1e-9
-        for i in (i for i, d in enumerate(drawn) if d):
-            law = q[:, parent[i]].clone()
-            for j in (j for j in range(1, i) if drawn[j] and parent[j] == parent[i] and not same[0].replacement):
-                law.scatter_(1, tokens[:, j:j + 1], 0)
-            some = law.sum(1) > 0  # where nothing is left to draw, any token will do
-            law = law[some] / law[some].sum(1, keepdim=True)
-            hit = F.one_hot(tokens[some, i], 4)
-            assert not hit[law == 0].any()
-            assert ((hit - law).sum(0).abs() <= 5.5 * (law * (1 - law)).sum(0).sqrt() + 1).all()
+        t = tree.topology
+        assert (tree.q[t.parent[t.drawn]].sum(-1) - 1).abs().max() < 1e-9
+        for rank, row in enumerate(t.children.tolist()):
+            for above, i in ((above, i) for above, i in enumerate(row) if i):
+                law = tree.q[above].clone()
+                law[[] if tree.replacement else tree.tokens[t.children[:rank, above]]] = 0
+                if law.sum() > 0:  # where nothing is left to draw, any token will do
+                    law, at = law / law.sum(), (t.depth[i].item(), rank)
+                    assert law[tree.tokens[i]] > 0
+                    excess[at] = excess.get(at, 0) + F.one_hot(tree.tokens[i], 4) - law
+                    variance[at] = variance.get(at, 0) + law * (1 - law)
+    assert all((excess[at].abs() <= 5.5 * variance[at].sqrt() + 1e-9).all() for at in excess) and bool(excess) == bool(with_q)
 
 
 def test_methods_are_found():

@@ -1,0 +1,362 @@
+"""What each method promises beyond losslessness: training sees what inference computes, caches hold the target's features, trees
+are the ones the papers describe. All in fp64 on tiny targets with random weights."""
+import copy
+import importlib
+import math
+from itertools import product
+
+import pytest
+import torch
+from helpers import METHODS, tiny
+from rounds import a_round
+
+import verify
+from dflash2 import DynamicConv
+from verify import Committed
+
+EAGLES, BLOCKS = ("eagle1", "eagle2", "eagle3"), ("dflash", "dflash2")
+
+
+@pytest.fixture
+def target():
+    return tiny(vocab_size=23, max_seq_len=64, n_layer=8)
+
+
+def shaken(drafter, seed=5):
+    """Random weights everywhere, also where training starts from zeros or the identity."""
+    g = torch.Generator().manual_seed(seed)
+    for p in drafter.parameters():
+        p.data += 0.2 * torch.randn(p.shape, generator=g, dtype=p.dtype)
+    return drafter
+
+
+def text(target, n, seed=1):
+    return torch.randint(target.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def committed(target, drafter, idx, n):
+    """What a drafter absorbs when the first n tokens of idx are committed and token n is the anchor."""
+    _, h = target(idx[:, :n], taps=drafter.taps)
+    return Committed(idx[0, :n + 1], [x[0] for x in h], torch.tensor(0), torch.tensor(n))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training sees what inference computes
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", EAGLES)
+@torch.no_grad()
+def test_training_pass_equals_drafting(name, target):
+    """Step i of the training pass is what drafting computes in its pass i, at every slot (one step for EAGLE-1 and 2)."""
+    method = importlib.import_module(name)
+    settings = {"ttt": 4} if name == "eagle3" else {"noise": 0.0}
+    session, drafter, _, _ = a_round(name, target, **settings)
+    shaken(drafter)
+    outputs, advance = [], drafter.advance
+    drafter.advance = lambda *a: outputs.append(advance(*a)) or outputs[-1]
+    idx = text(target, 20)
+    drafter(target, idx)
+    drafter.advance = advance
+    assert len(outputs) == (4 if name == "eagle3" else 1)
+    for n in (1, 2, 7, 15):
+        drafter.reset(session)
+        drafter.absorb(target, committed(target, drafter, idx, n))
+        state = drafter.state
+        for i, out in enumerate(outputs):
+            if i > 0:
+                state = drafter.step(target, state, idx[0, n + i:n + i + 1], i, torch.zeros(1, i, dtype=torch.float64))
+            assert torch.allclose(state[0], out[0, n - 1], atol=1e-10, rtol=0), (n, i)
+    assert method.Drafter.kind == drafter.kind
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.inference_mode()
+def test_training_blocks_equal_drafting(name, target, monkeypatch):
+    """A block trained among others, in the middle of a sequence, computes what drafting computes from the text before its anchor
+    alone: nothing leaks from its future, from other blocks, or across a block's border."""
+    _, drafter, _, _ = a_round(name, target, block_size=5, n_draft_layer=2, n_anchors=6)
+    shaken(drafter)
+    idx, seen = text(target, 24), []
+    order = torch.tensor([[3.0, 0.1, 0.2, 0.3, 9, 9, 9, 0.0, 9, 9, 0.4, 9, 9, 9, 9, 9, 9, 9, 0.5]])
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: order if size[-1] == 19 else 1 / 0)
+    anchors = (1 + order.argsort(1)[0, :6]).tolist()
+    assert len({abs(a - b) for a in anchors for b in anchors} & {1, 2, 3}) == 3  # blocks overlap
+    hook = drafter.norm.register_forward_hook(lambda _, __, out: seen.append(out))
+    drafter(target, idx)
+    monkeypatch.undo()
+    trained = seen.pop()[0].unflatten(0, (6, 5))
+    for a, block in zip(anchors, trained):
+        session, *_ = a_round(name, target, prompt=idx[0, :a].tolist(), drafter=drafter)
+        drafter.draft(target, idx[0, a:a + 1])
+        assert torch.allclose(seen.pop(), block[1:], atol=1e-10, rtol=0), a
+        assert session.length == a + 1
+    hook.remove()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.inference_mode()
+def test_slot_k_is_trained_on_token_anchor_plus_k(name, target, monkeypatch):
+    """An oracle that says token a+k in slot k of the block at anchor a has loss 0: no shift; any other slot's token has not."""
+    _, drafter, _, _ = a_round(name, target, block_size=5, n_anchors=3, hard=True)
+    idx = text(target, 30)
+    order = torch.rand(1, 25, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: order)
+    anchors = 1 + order.argsort(1)[0, :3]
+    V = target.config.vocab_size
+    for shift, perfect in ((0, True), (1, False), (-1, False)):
+        said = torch.stack([idx[0, a + 1 + shift:a + 5 + shift] for a in anchors])
+        monkeypatch.setattr(target, "head", lambda x: 1e3 * torch.nn.functional.one_hot(said, V)[None].double() if x.shape[1] == 3 else x @ target.wte.weight.T)
+        assert (drafter(target, idx).item() < 1e-6) == perfect
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Caches and features
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", METHODS)
+@torch.inference_mode()
+def test_drafts_equal_those_of_a_drafter_built_anew(name, target):
+    """After every round the drafter drafts what one would that absorbed the whole text from scratch: no row of an estimate, of a
+    rejected node or of a block survives."""
+    session, drafter, draft, verify_ = a_round(name, target)
+    shaken(drafter)
+    session, drafter, draft, verify_ = a_round(name, target, drafter=drafter)
+    words = [1, 2, 3, 4] + session.record.tokens
+    accepted = 0
+    for _ in range(10):
+        tree = draft()
+        anew = a_round(name, target, prompt=words[:-1], drafter=copy.deepcopy(drafter))
+        assert anew[0].anchor.item() == words[-1]
+        again = anew[2]()
+        assert again.tokens.tolist() == tree.tokens.tolist()
+        assert again.topology.parent.tolist() == tree.topology.parent.tolist()
+        verify_(tree)
+        new = [t for t in session.report.tolist() if t >= 0]
+        accepted += len(new) - 1
+        words += new
+        if len(words) > 40:
+            break
+    assert drafter.cache.pos == session.cache.pos == len(words) - 1
+    assert accepted > 0 or name in BLOCKS
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("n_layer", [2, 3, 5, 7, 8, 12, 24, 36])
+def test_taps_are_layers_of_the_target(name, n_layer):
+    """Whatever the depth of the target, taps are layers that exist, in order; DFlash's are distinct."""
+    method = importlib.import_module(name)
+    from model import GPTConfig
+    taps = method.Drafter(GPTConfig(16, 8, n_layer, 2, 8), method.Args()).taps
+    assert all(1 <= t <= n_layer for t in taps) and taps == sorted(taps)
+    if name in BLOCKS:
+        assert len(set(taps)) == len(taps) == min(n_layer, method.Args().n_taps)
+    if name == "eagle3" and n_layer >= 7:
+        assert taps == [2, n_layer // 2, n_layer - 3] and len(set(taps)) == 3
+
+
+@torch.no_grad()
+def test_eagle1_sees_the_sampled_token(target):
+    """The draft depends on the anchor token; in the ablation its first level does not."""
+    idx = text(target, 9)
+    other = idx.clone()
+    other[0, 8] = (idx[0, 8] + 1) % target.config.vocab_size
+    for unshifted in (False, True):
+        session, drafter, _, _ = a_round("eagle1", target, unshifted=unshifted)
+        states = []
+        for words in (idx, other):
+            drafter.reset(session)
+            drafter.absorb(target, committed(target, drafter, words, 8))
+            states.append(drafter.state)
+        assert torch.equal(*states) == unshifted
+
+
+def test_eagle2_runs_an_eagle1_checkpoint(target):
+    """The two drafters have the same weights under the same names, and the same kind of checkpoint."""
+    one, two = (importlib.import_module(n) for n in EAGLES[:2])
+    torch.manual_seed(0)
+    drafter = one.Drafter(target.config, one.Args()).double()
+    two.Drafter(target.config, two.Args()).double().load_state_dict(drafter.state_dict())
+    assert one.Drafter.kind == two.Drafter.kind
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trees
+# ---------------------------------------------------------------------------------------------------------------------
+@torch.inference_mode()
+def test_eagle1_tree_is_the_published_one(target):
+    """25 nodes below the anchor, 4/8/8/3/2 by level; siblings are the top tokens in order, all different."""
+    _, _, draft, _ = a_round("eagle1", target)
+    tree = draft()
+    assert torch.bincount(tree.topology.depth).tolist() == [1, 4, 8, 8, 3, 2]
+    for node in range(26):
+        children = tree.tokens[tree.topology.parent == node].tolist()
+        assert len(set(children)) == len(children)
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@torch.inference_mode()
+def test_dynamic_tree_holds_the_best_values(name, target):
+    """With room for everything to be expanded, the tree is the set of the N - 1 best path values, found here by brute force."""
+    session, drafter, draft, _ = a_round(name, target, width=3, beam=9, depth=2, n_nodes=9)
+    shaken(drafter)
+    drafter.args.beam = 3  # beam <= width: with depth 1 every node of the first level is expanded
+    drafter.args.depth = 1
+    drafter.reset(session)
+    drafter.absorb(target, committed(target, drafter, text(target, 12), 11))
+    tree = drafter.draft(target, text(target, 12)[0, 11:])
+    first = drafter.read(target, drafter.state).log_softmax(-1)[0].topk(3)
+    values = {(a,): v for a, v in zip(first.indices.tolist(), first.values.tolist())}
+    for a, v in list(values.items()):
+        sees = torch.zeros(1, 1, dtype=torch.float64)
+        after = drafter.read(target, drafter.step(target, drafter.state, torch.tensor(a), 1, sees)).log_softmax(-1)[0].topk(3)
+        values |= {a + (b,): v + w for b, w in zip(after.indices.tolist(), after.values.tolist())}
+    best = set(sorted(values, key=values.get, reverse=True)[:8])
+    assert set(paths(tree)) == best
+
+
+def paths(tree):
+    """The token paths of all nodes but the anchor."""
+    found = [()]
+    for token, parent in zip(tree.tokens.tolist()[1:], tree.topology.parent.tolist()[1:]):
+        found.append(found[parent] + (token,))
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+@torch.inference_mode()
+def test_dynamic_tree_is_connected_under_ties(name, drawn, target):
+    """All confidences equal: parents come before their children, none is missing, no sibling occurs twice, and what was drawn,
+    and where, is kept."""
+    torch.manual_seed(0)
+    session, drafter, _, _ = a_round(name, target, temperature=1.0 if drawn else 0.0, width=3, beam=2, depth=3, n_nodes=12, drawn=drawn)
+    drafter.read = lambda target, a: torch.zeros(len(a), target.config.vocab_size, dtype=torch.float64)
+    tree = drafter.draft(target, session.anchor, session.law)
+    parent = tree.topology.parent
+    assert parent[0] == -1 and (parent[1:] < torch.arange(1, len(parent))).all() and (parent[1:] >= 0).all()
+    assert len(set(paths(tree))) == len(parent) - 1
+    depth = [0]
+    for p in parent[1:].tolist():
+        depth.append(depth[p] + 1)
+    assert tree.topology.depth.tolist() == depth
+    if drawn:
+        has_law = tree.q.sum(1) > 0
+        assert has_law.sum() == 1 + 2 * 3                      # the anchor, and two nodes on each of three levels
+        for node in has_law.nonzero()[:, 0]:
+            assert (tree.topology.drawn & (parent == node)).sum() == drawn
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("N", [2, 6, 20])
+@torch.inference_mode()
+def test_best_first_tree_is_the_best(name, N, target):
+    """The heap finds the N - 1 likeliest prefixes of all, found here by brute force."""
+    session, drafter, draft, _ = a_round(name, target, block_size=4, tree=N, **({"n_candidates": 4} if name == "dflash2" else {}))
+    shaken(drafter)
+    session, drafter, draft, _ = a_round(name, target, drafter=drafter)
+    found = {}
+    best_first = drafter.best_first
+    drafter.best_first = lambda *a: found.update(args=a) or best_first(*a)
+    tree = draft()
+    scores = found["args"][1].log_softmax(-1)
+    values = {}
+    for n in (1, 2, 3):
+        for ranks in product(range(scores.shape[-1] if name == "dflash2" else 8), repeat=n):
+            if name == "dflash2":
+                tokens = tuple(found["args"][2][t, b].item() for t, b in enumerate(ranks))
+                values[tokens] = sum(scores[t, a, b].item() for t, (a, b) in enumerate(zip((0,) + ranks, ranks)))
+            else:
+                order = scores.argsort(-1, descending=True)
+                tokens = tuple(order[t, r].item() for t, r in enumerate(ranks))
+                values[tokens] = sum(scores[t, x].item() for t, x in enumerate(tokens))
+    best = sorted(values, key=values.get, reverse=True)[:N - 1]
+    assert set(paths(tree)) == set(best)
+
+
+@torch.inference_mode()
+def test_best_first_tree_of_a_sure_draft_is_the_chain(target):
+    """Where one path dominates, the tree of B nodes is the block's chain."""
+    _, drafter, _, _ = a_round("dflash", target, block_size=6, tree=6)
+    logits = 50 * torch.eye(target.config.vocab_size, dtype=torch.float64)[torch.tensor([3, 1, 4, 1, 5])]
+    tree = drafter.best_first(torch.tensor([2]), logits)
+    assert tree.tokens.tolist() == [2, 3, 1, 4, 1, 5] and tree.topology.parent.tolist() == [-1, 0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DFlash-2
+# ---------------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_dflash2_starts_as_dflash(target):
+    """With a DFlash's weights and nothing trained, DFlash-2 has the same training states and the same drafts."""
+    _, one, _, _ = a_round("dflash", target)
+    shaken(one)
+    _, two, _, _ = a_round("dflash2", target)
+    missing = two.load_state_dict(one.state_dict(), strict=False)
+    assert not missing.unexpected_keys and {k.split(".")[0] for k in missing.missing_keys} <= {"A", "B", "gate", "layers"}
+    assert all("convs" in k for k in missing.missing_keys if k.startswith("layers"))
+    for prompt in ([1], [5, 6, 7, 8], list(range(20))):
+        trees = [a_round(n, target, prompt=prompt, drafter=d)[2]() for n, d in (("dflash", one), ("dflash2", two))]
+        assert torch.equal(trees[0].tokens, trees[1].tokens)
+
+
+@torch.no_grad()
+def test_dynamic_conv_shifts_within_a_block():
+    """The second tap alone moves every slot's state to the next slot of its block: slot 1 reads the anchor, slot 0 nothing; the
+    kernels are those of the formula."""
+    torch.manual_seed(0)
+    conv = DynamicConv(32, block_size=4, group=16).double()
+    x, h = torch.randn(2, 12, 32, dtype=torch.float64), torch.randn(2, 12, 32, dtype=torch.float64)
+    assert torch.equal(conv(x, conv.kernels(h * 0)[0]), x)     # the identity to start with
+    conv.base.data[:, 0], conv.base.data[:, 1] = 0, 1
+    shifted = conv(x, conv.kernels(h * 0)[1]).unflatten(1, (3, 4))
+    assert torch.equal(shifted[:, :, 1:], x.unflatten(1, (3, 4))[:, :, :-1]) and not shifted[:, :, 0].any()
+    torch.nn.init.normal_(conv.dynamic.weight)
+    torch.nn.init.normal_(conv.base)
+    D = (h @ conv.dynamic.weight.T).view(2, 12, 2, 2, 2)       # side, tap, group
+    for side, kernel in enumerate(conv.kernels(h)):
+        for tap in range(2):
+            for channel in (0, 15, 16, 31):
+                expected = conv.base[side, tap, channel] + D[:, :, side, tap, channel // 16]
+                assert torch.allclose(kernel[tap][:, :, channel], expected)
+
+
+@torch.inference_mode()
+def test_selector_walks_greedily_and_scores_pairs(target):
+    """The drafted path takes at every slot the best successor of the token just taken, S_t(a, b) computed here one by one."""
+    _, drafter, _, _ = a_round("dflash2", target, block_size=5, n_candidates=6)
+    shaken(drafter)
+    torch.nn.init.normal_(drafter.B.weight)
+    _, drafter, draft, _ = a_round("dflash2", target, drafter=drafter)
+    seen = []
+    hook = drafter.norm.register_forward_hook(lambda _, __, out: seen.append(out))
+    tree = draft()
+    hook.remove()
+    a, moved = tree.tokens[0], False
+    for t, h in enumerate(seen[-1]):
+        U = target.head(h)
+        candidates = U.topk(6).indices
+        S = U[candidates] + drafter.B(candidates) @ (drafter.A(a) * drafter.gate(h))
+        moved |= bool(S.argmax() != 0)
+        a = candidates[S.argmax()]
+        assert a == tree.tokens[t + 1]
+    assert moved                                                # the selector did choose against the LM head
+
+
+@torch.inference_mode()
+def test_selector_returns_the_law_it_drew_from(target):
+    """At T > 0 the drafted pair of tokens has the law that q claims, row by row (chi-square, false alarm below 1e-6)."""
+    _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
+    shaken(drafter)
+    torch.nn.init.normal_(drafter.B.weight)
+    session, drafter, draft, _ = a_round("dflash2", target, drafter=drafter, temperature=1.0)
+    torch.manual_seed(0)
+    anchor, count, law, n = session.anchor.clone(), {}, {}, 4000
+    for _ in range(n):
+        tree = drafter.draft(target, anchor, session.law)
+        a, b = tree.tokens[1:].tolist()
+        assert (tree.q[:2] > 0).sum(1).tolist() == [4, 4] and torch.allclose(tree.q[:2].sum(1), torch.ones(2, dtype=torch.float64))
+        count[a, b] = count.get((a, b), 0) + 1
+        law |= {(a, c): (tree.q[0, a] * tree.q[1, c]).item() for c in tree.q[1].nonzero()[:, 0].tolist()}
+    assert abs(sum(law.values()) - 1) < 1e-9
+    statistic = sum((count.get(k, 0) - n * p) ** 2 / (n * p) for k, p in law.items())
+    dof = len(law) - 1
+    assert torch.special.gammaincc(torch.tensor(dof / 2), torch.tensor(statistic / 2)) > 1e-6
+    assert math.isfinite(statistic) and verify.n_alpha([]) == []
