@@ -305,10 +305,11 @@ WRONG = {  # what the line has to name: flags that it is about
     "--device": ["--device=abacus", "--device=meta"], "CUDA": ["--device=cuda", "--device=cuda:7"], "--dtype": ["--dtype=int8"],
     "--max_new_tokens": ["--max_new_tokens=-1", "--max_new_tokens=many"], "--steps": [f"--steps={v}" for v in ("0", "-5", "2.5")],
     "--batch_size": ["--batch_size=0"], "--seq_len": ["--seq_len=0", "--seq_len=1", "--data=notes.txt"],
-    "--lr": [f"--lr={v}" for v in ("0", "-1", "nan")], "--prompts": ["--prompts=0"], "--seed": ["--seed=x", "--seed=99999999999999999999999"],
+    "--lr": [f"--lr={v}" for v in ("0", "-1", "nan")], "--prompts": ["--prompts=0"], "--seed": ["--seed=x", f"--seed={10**22}"],
     "--banana": ["--banana", "--banana=3"], "--temp": ["--temp=1"], "--max_new": ["--max_new=3"], "--see": ["--see=1"], "--tra": ["--tra"],
-    "hello": ["hello"], "--data": ["--data="], "nowhere": ["--data=nowhere"], "empty.txt": ["--data=empty.txt"], "hollow": ["--data=hollow"],
-    "binary": ["--data=binary", "--data=binary/x.bin"], "--ckpt data": ["--ckpt=data"], "--ckpt notes.txt": ["--ckpt=notes.txt/x.pt"],
+    "hello": ["hello"], "--data": ["--data="], "nowhere": ["--data=nowhere"], "empty.txt": ["--data=empty.txt"],
+    "hollow": ["--data=hollow"], "binary": ["--data=binary", "--data=binary/x.bin"],
+    "--ckpt data": ["--ckpt=data"], "--ckpt notes.txt": ["--ckpt=notes.txt/x.pt"],
     "--resume": ["--resume --ckpt=nowhere/x.pt"], "foreign.pt": ["--resume --ckpt=foreign.pt"],
 }
 

@@ -435,11 +435,11 @@ def published_gpt2(vocab):
     """Random weights under GPT-2's published names and shapes (projections are (in, out)), 2 layers of width 64."""
     torch.manual_seed(0)
     weights = {"wte.weight": (vocab, 64), "wpe.weight": (32, 64), "ln_f.weight": (64,), "ln_f.bias": (64,)}
-    for l in range(2):
+    for layer in range(2):
         for name, rows, columns in (("attn.c_attn", 64, 192), ("attn.c_proj", 64, 64), ("mlp.c_fc", 64, 256), ("mlp.c_proj", 256, 64)):
-            weights |= {f"h.{l}.{name}.weight": (rows, columns), f"h.{l}.{name}.bias": (columns,)}
-        weights |= {f"h.{l}.{name}.{part}": (64,) for name in ("ln_1", "ln_2") for part in ("weight", "bias")}
-        weights[f"h.{l}.attn.bias"] = (1, 1, 32, 32)  # the published files carry their causal masks
+            weights |= {f"h.{layer}.{name}.weight": (rows, columns), f"h.{layer}.{name}.bias": (columns,)}
+        weights |= {f"h.{layer}.{name}.{part}": (64,) for name in ("ln_1", "ln_2") for part in ("weight", "bias")}
+        weights[f"h.{layer}.attn.bias"] = (1, 1, 32, 32)  # the published files carry their causal masks
     return {name: torch.randn(shape) * 0.1 for name, shape in weights.items()}
 
 
@@ -475,11 +475,11 @@ def test_init_takes_published_weights(gpt2_folder, file, monkeypatch, capsys):
     c, weights = target.config, gpt2_folder
     assert (c.max_seq_len, c.vocab_size, c.n_layer, c.n_head, c.n_embd) == (32, 320, 2, 1, 64)
     assert target.wte.weight.equal(weights["wte.weight"]) and target.ln_f.bias.equal(weights["ln_f.bias"])
-    for l, block in enumerate(target.blocks):
+    for layer, block in enumerate(target.blocks):
         for ours, theirs in (("c_attn", "attn.c_attn"), ("attn_proj", "attn.c_proj"), ("c_fc", "mlp.c_fc"), ("mlp_proj", "mlp.c_proj")):
-            assert getattr(block, ours).weight.equal(weights[f"h.{l}.{theirs}.weight"].t())
-            assert getattr(block, ours).bias.equal(weights[f"h.{l}.{theirs}.bias"])
-        assert block.ln_2.weight.equal(weights[f"h.{l}.ln_2.weight"])
+            assert getattr(block, ours).weight.equal(weights[f"h.{layer}.{theirs}.weight"].t())
+            assert getattr(block, ours).bias.equal(weights[f"h.{layer}.{theirs}.bias"])
+        assert block.ln_2.weight.equal(weights[f"h.{layer}.ln_2.weight"])
     assert train.encoding(target.tokenizer).n_vocab == 320
 
 
