@@ -61,18 +61,20 @@ class KVCache:
     def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None):
         self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
-        self.span = slots
+        self.reserve(slots)
         self.index = torch.arange(slots + 1, device=device)
 
     def reserve(self, n):
         """Lets the next passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
-        if not self.kv.is_cuda:
-            self.span = min((n + 63) // 64 * 64, self.kv.shape[4])
+        slots = self.kv.shape[4]
+        self.span = slots if self.kv.is_cuda else min((n + 63) // 64 * 64, slots)
+        self.layers = [(kv, kv[0, :, :, :self.span], kv[1, :, :, :self.span]) for kv in self.kv]  # views, made once
 
     def append(self, layer, slots, kv):
         """Writes kv (2, 1, n_head, T, head_dim) at slots (T,); returns the keys and values (1, n_head, span, head_dim)."""
-        self.kv[layer].index_copy_(3, slots, kv)
-        return self.kv[layer, 0, :, :, :self.span], self.kv[layer, 1, :, :, :self.span]
+        buffer, keys, values = self.layers[layer]
+        buffer.index_copy_(3, slots, kv)
+        return keys, values
 
     def mask(self, ancestors):
         """ancestors (R, T), 0 where row i may see row j behind pos and -inf elsewhere -> (R, span): the committed prefix is
@@ -106,10 +108,8 @@ class Block(nn.Module):
     def forward(self, x, layer=0, cache=None, slots=None, mask=None):
         B, T, d = x.shape
         qkv = self.c_attn(self.ln_1(x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hd)
-        q, k, v = qkv
-        if cache is not None:
-            k, v = cache.append(layer, slots, qkv[1:])  # (1, nh, span, hd)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cache is None)
+        k, v = qkv[1:] if cache is None else cache.append(layer, slots, qkv[1:])  # (B, nh, T or span, hd)
+        y = F.scaled_dot_product_attention(qkv[0], k, v, attn_mask=mask, is_causal=cache is None)
         x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, d))
         return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
 

@@ -333,7 +333,8 @@ class Session:
         """
         while not self.done:
             for cache in self.caches:
-                cache.reserve(self.length + self.nodes)
+                if cache.span < self.length + self.nodes:
+                    cache.reserve(self.length + self.nodes)
             t0 = self.stamp()
             tree = draft()
             t1 = self.stamp()

@@ -20,7 +20,7 @@ def test_round_traces_as_one_graph(name):
     target = tiny(vocab_size=40, max_seq_len=96, n_layer=8)
     session, _, draft, verify_ = a_round(name, target)
     for cache in session.caches:
-        cache.span = cache.kv.shape[4]                        # as on CUDA: one shape for all positions
+        cache.reserve(cache.kv.shape[4])                        # as on CUDA: one shape for all positions
     graphs = []
 
     def backend(graph, _):

@@ -113,15 +113,16 @@ def test_slot_k_is_trained_on_token_anchor_plus_k(name, target, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", METHODS)
 @torch.inference_mode()
-def test_drafts_equal_those_of_a_drafter_built_anew(name, target):
+def test_drafts_equal_those_of_a_drafter_built_anew(name):
     """After every round the drafter drafts what one would that absorbed the whole text from scratch: no row of an estimate, of a
     rejected node or of a block survives."""
+    target = tiny(vocab_size=9, max_seq_len=64, n_layer=8)  # so small a vocabulary that random drafts are accepted now and then
     session, drafter, draft, verify_ = a_round(name, target)
     shaken(drafter)
     session, drafter, draft, verify_ = a_round(name, target, drafter=drafter)
     words = [1, 2, 3, 4] + session.record.tokens
     accepted = 0
-    for _ in range(10):
+    for _ in range(20):
         tree = draft()
         anew = a_round(name, target, prompt=words[:-1], drafter=copy.deepcopy(drafter))
         assert anew[0].anchor.item() == words[-1]
@@ -132,7 +133,7 @@ def test_drafts_equal_those_of_a_drafter_built_anew(name, target):
         new = [t for t in session.report.tolist() if t >= 0]
         accepted += len(new) - 1
         words += new
-        if len(words) > 40:
+        if len(words) > 45:
             break
     assert drafter.cache.pos == session.cache.pos == len(words) - 1
     assert accepted > 0 or name in BLOCKS
