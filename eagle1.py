@@ -48,7 +48,7 @@ TREE = ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,))
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(400, "optimiser steps")
+    steps: int = flag(600, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 3e-5)")

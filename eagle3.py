@@ -50,7 +50,7 @@ from verify import Session, Topology, Tree
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(400, "optimiser steps")
+    steps: int = flag(600, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 5e-5)")
