@@ -457,30 +457,33 @@ def test_features_are_the_targets(target, name, temperature):
         torch.testing.assert_close(torch.cat([part[tap] for part in drafter.h]), want[0], rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_passes_are_counted(target, temperature):
-    """One target pass per round and one for the prompt, by a hook on the target; tau is tokens per pass after the prompt's."""
+@pytest.fixture
+def passes(target):
+    """A list that grows by one with every forward pass of the target."""
     passes = []
     hook = target.register_forward_hook(lambda *_: passes.append(1))
+    yield passes
+    hook.remove()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_passes_are_counted(target, passes, temperature):
+    """One target pass per round and one for the prompt, by a hook on the target; tau is tokens per pass after the prompt's."""
     for _, drafter in informed(target):
         passes.clear()
         record = generate(target, drafter, [1], 11, temperature)
         assert len(passes) == len(record.rounds) + 1 == len(record.committed) + 1
         assert sum(record.committed) == 10 and record.tau == 10 / (len(passes) - 1)
-    hook.remove()
 
 
-def test_passes_of_the_methods_are_counted(target):
+def test_passes_of_the_methods_are_counted(target, passes):
     """The same for every method: drafting never runs the target."""
-    passes = []
-    hook = target.register_forward_hook(lambda *_: passes.append(1))
     for case in ways():
         module, drafter = build(*case, target)
         for temperature in (0.0, 1.0):
             passes.clear()
             record = module.generate(target, drafter, [1], 11, temperature)
             assert len(passes) == len(record.rounds) + 1 and len(record.tokens) == 11
-    hook.remove()
 
 
 def test_measure(target):
