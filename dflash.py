@@ -102,7 +102,7 @@ class Drafter(nn.Module):
         self.config = config
         n = min(args.n_taps, L)
         self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
-        self.nodes = args.tree or args.block_size
+        self.nodes = max(args.tree, args.block_size)
         self.fuse = nn.Linear(n * d, d, bias=False)                   # W_c
         self.fuse_norm = nn.RMSNorm(d)
         self.mask = nn.Parameter(torch.randn(d) * 0.02)

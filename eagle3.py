@@ -128,7 +128,9 @@ class Drafter(nn.Module):
         self.args, self.config, d = args, config, config.n_embd
         L = config.n_layer
         self.taps = [2, L // 2, L - 3] if L >= 7 else [max(1, L // 3), max(1, L // 2), L]  # the official ones where distinct
-        kept = args.depth * args.beam + min(args.drawn, args.width) * (1 + args.depth * args.beam)  # expanded, drawn: never pruned
+        self.width = min(args.width, config.vocab_size)
+        self.beam = min(args.beam, self.width)
+        kept = args.depth * self.beam + min(args.drawn, self.width) * (1 + args.depth * self.beam)  # expanded, drawn: never pruned
         self.nodes = max(args.n_nodes, 1 + kept)
         self.fc = nn.Linear(3 * d, d, bias=False)
         self.layer = Layer(config)
@@ -171,9 +173,9 @@ class Drafter(nn.Module):
         c, device = self.config, session.device
         self.cache = session.new_cache(1, c.n_head, c.n_embd // c.n_head)
         self.state = torch.zeros(1, c.n_embd, device=device, dtype=self.cache.kv.dtype)  # a at the anchor
-        m = self.args.beam
+        m = self.beam
         self.itself = torch.full((m, m), -math.inf, device=device, dtype=self.cache.kv.dtype).fill_diagonal_(0)
-        self.drawn = min(self.args.drawn, self.args.width) if session.temperature else 0
+        self.drawn = min(self.args.drawn, self.width) if session.temperature else 0
 
     def cached(self, slots, sees):
         """Attention of rows that are written to the cache at slots (T,); sees (T, R): which of the R rows behind cache.pos."""
@@ -205,7 +207,7 @@ class Drafter(nn.Module):
     def draft(self, target, anchor, law=None):
         """The tree for an anchor (1,): expand, then rerank. law: logits -> the distribution to draw from, or None. Candidates are
         numbered level by level, 0 is the anchor; value is log V."""
-        k, m, device = self.args.width, min(self.args.beam, self.args.width), anchor.device
+        k, m, device = self.width, self.beam, anchor.device
         f, sees, frontier, number = self.state, self.itself[:1, :0], anchor.new_zeros(1), 1
         value, tokens, parents, values, expanded, laws = self.state.new_zeros(1), [anchor], [frontier - 1], [], [], []
         for depth in range(1, self.args.depth + 2):

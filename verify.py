@@ -47,7 +47,7 @@ def probs(logits, temperature=1.0, top_k=None, top_p=None):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
     p = logits.softmax(-1)
     if top_p is not None and top_p < 1:
-        ordered, index = p.sort(-1, descending=True, stable=True)
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
         p = torch.zeros_like(p).scatter(-1, index, ordered)
         p = p / p.sum(-1, keepdim=True)
@@ -116,7 +116,7 @@ def greedy(y, tree):
     """Temperature 0: y (N,) is the target's own choice at every node; follow it while it was drafted."""
     if tree.topology.is_chain:
         return first_rejection(tree.tokens[1:] == y[:-1], tree, y)
-    return follow(descend(y, tree, tree.topology.node), tree, y)
+    return follow(descend(y, tree, tree.topology.node, tree.topology.node > 0), tree, y)
 
 
 def verify_chain(p, tree):
@@ -128,7 +128,7 @@ def verify_chain(p, tree):
     accepted = accepts(p[:-1].gather(1, tokens[1:, None]), q.gather(1, tokens[1:, None]))[:, 0]
     path, n, _ = first_rejection(accepted, tree)
     residual = norm((p[:-1] - q).clamp_min(0), p[:-1])
-    return path, n, sample(torch.cat([residual, p[-1:]]).index_select(0, n - 1))[0]
+    return path, n, sample(torch.cat([residual, p[-1:]]).index_select(0, n[None] - 1))[0]
 
 
 def verify_block(p, tree):
@@ -172,13 +172,14 @@ def verify_tree(p, tree):
                 q = q.scatter(1, x, 0)
                 q = norm(q, q)
     y = sample(r)
-    return follow(descend(y, tree, step), tree, y)
+    chosen = (t.node > 0) if tree.q is None else ~t.drawn & (t.node > 0)
+    return follow(descend(y, tree, step, chosen), tree, y)
 
 
-def descend(y, tree, step):
-    """Goes from every undecided node i to its chosen (not drawn) child with token y[i], where there is one."""
+def descend(y, tree, step, chosen):
+    """Goes from every undecided node i to its child with token y[i] among the chosen (N,) nodes, where there is one."""
     t = tree.topology
-    hit = (tree.tokens == y[t.parent]) & (step[t.parent] == t.parent) & ~t.drawn & (t.node > 0)
+    hit = (tree.tokens == y[t.parent]) & (step[t.parent] == t.parent) & chosen
     N = len(y)
     return torch.cat([step, step[:1]]).scatter(0, torch.where(hit, t.parent, N), t.node)[:N]
 

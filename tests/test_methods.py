@@ -203,7 +203,7 @@ def test_dynamic_tree_holds_the_best_values(name, target):
     """With room for everything to be expanded, the tree is the set of the N - 1 best path values, found here by brute force."""
     session, drafter, draft, _ = a_round(name, target, width=3, beam=9, depth=2, n_nodes=9)
     shaken(drafter)
-    drafter.args.beam = 3  # beam <= width: with depth 1 every node of the first level is expanded
+    drafter.width, drafter.beam = 3, 3  # beam <= width: with depth 1 every node of the first level is expanded
     drafter.args.depth = 1
     drafter.reset(session)
     drafter.absorb(target, committed(target, drafter, text(target, 12), 11))
