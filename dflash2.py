@@ -39,11 +39,20 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from model import rope_angles, rotate
-from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch, warm_start
+from train import (
+    CommonArgs,
+    Optimiser,
+    command,
+    drafter_run,
+    flag,
+    get_target,
+    launch,
+    warm_start,
+)
 from verify import Session, Topology, Tree, chain, sample
 
 
@@ -198,7 +207,7 @@ class Drafter(nn.Module):
         at, ctx_at = self.angles(slots.flatten(1)[:, None]), self.angles(torch.arange(T, device=idx.device))
         for layer in self.layers:
             ctx = layer.inject(H, ctx_at)
-            x = layer(x, at, lambda kv: torch.cat([ctx, kv], 3), mask)
+            x = layer(x, at, lambda kv, ctx=ctx: torch.cat([ctx, kv], 3), mask)
         x = self.norm(x).unflatten(1, (A, B))[:, :, 1:]                                      # slot 0 is the anchor itself
         log_q = target.head(x).float().log_softmax(-1)                                       # (b, A, B-1, V)
         label = idx[:, None].expand(-1, A, -1).gather(2, slots)                              # the true tokens, anchor first
@@ -249,7 +258,7 @@ class Drafter(nn.Module):
         angles, mask = self.angles(slots), self.cache.mask(self.open)
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
-            x = layer(x, angles, lambda kv: self.cache.append(l, slots, kv), mask)
+            x = layer(x, angles, lambda kv, l=l: self.cache.append(l, slots, kv), mask)
         h = self.norm(x[0, 1:])
         logits = target.head(h)                                                              # (B-1, V)
         U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))

@@ -40,8 +40,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from model import causal, rope_angles, rotate
 from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch

@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 torch.set_flush_denormal(True)  # confident softmax tails are denormal numbers, and a CPU computes with those 50 times slower
 

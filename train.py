@@ -14,7 +14,6 @@ Text whose checksum is 0 modulo 8 (by file for code and prose, by problem for ma
 import argparse
 import ast
 import contextlib
-import functools
 import hashlib
 import heapq
 import json
@@ -30,6 +29,8 @@ import zlib
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import regex
@@ -52,8 +53,9 @@ class UserError(Exception):
 # ---------------------------------------------------------------------------------------------------------------------
 # Data: worked problems
 # ---------------------------------------------------------------------------------------------------------------------
-NAMES = "Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas Kofi Lena Mei Nils Olga Priya Rosa Sam Tariq Uma".split()
-THINGS = "apples books coins pencils stamps marbles cards shells stickers tickets".split()
+NAMES = ["Ada", "Ben", "Carla", "Deniz", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena", "Mei", "Nils", "Olga",
+         "Priya", "Rosa", "Sam", "Tariq", "Uma"]
+THINGS = ["apples", "books", "coins", "pencils", "stamps", "marbles", "cards", "shells", "stickers", "tickets"]
 
 
 def word_problem(r):
@@ -212,7 +214,7 @@ def docstrings(source):
                     yield doc
 
 
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def read_corpus(data=None, quiet=False):
     """Returns {domain: {"train": [document], "held": [document]}}; a document is a string.
 
@@ -270,11 +272,11 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[
 def train_bpe(text, vocab_size, quiet=False):
     """Merges of the most frequent pair, ties by first bytes; pairs are counted once and then kept up to date.
     Returns {bytes: rank} with vocab_size - 1 entries (the last id is END) or fewer where the text has no more pairs."""
-    words = [[list(bytes([b]) for b in w.encode()), n] for w, n in Counter(regex.findall(PATTERN, text)).items()]
+    words = [[[bytes([b]) for b in w.encode()], n] for w, n in Counter(regex.findall(PATTERN, text)).items()]
     ranks = {bytes([b]): b for b in range(256)}
     count, where = Counter(), defaultdict(set)
     for i, (parts, n) in enumerate(words):
-        for pair in zip(parts, parts[1:]):
+        for pair in pairwise(parts):
             count[pair] += n
             where[pair].add(i)
     heap = [(-n, pair) for pair, n in count.items()]
@@ -291,7 +293,7 @@ def train_bpe(text, vocab_size, quiet=False):
         changed = set()
         for i in where.pop(pair):
             parts, n = words[i]
-            for old in zip(parts, parts[1:]):
+            for old in pairwise(parts):
                 count[old] -= n
                 changed.add(old)
             merged, j = [], 0
@@ -300,7 +302,7 @@ def train_bpe(text, vocab_size, quiet=False):
                 merged.append(b"".join(parts[j:j + step]))
                 j += step
             words[i][0] = merged
-            for new in zip(merged, merged[1:]):
+            for new in pairwise(merged):
                 count[new] += n
                 where[new].add(i)
                 changed.add(new)
@@ -317,11 +319,14 @@ def encoding(tokenizer):
     if "name" in tokenizer:
         try:
             return tiktoken.get_encoding(tokenizer["name"])
-        except Exception as error:  # requests' errors, by way of tiktoken
+        except Exception as error:  # noqa: BLE001  # requests' errors, by way of tiktoken
             raise UserError(f"the {tokenizer['name']} tokenizer cannot be loaded without a network once "
                             f"(set TIKTOKEN_CACHE_DIR to a folder that has it): {type(error).__name__}") from None
     ranks = {piece.encode("latin-1"): i for i, piece in enumerate(tokenizer["ranks"])}
     return tiktoken.Encoding("corpus-bpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+
+
+SHARE = {"math": 0.5, "code": 0.3, "prose": 0.2, "text": 1.0}  # of the sequences in a batch
 
 
 class Data:
@@ -330,8 +335,6 @@ class Data:
     tokens[domain][side]: (n,) int64, documents separated by END; starts: where a line or a document begins, so that
     sequences begin as prompts do; bytes: the size in UTF-8, for losses per byte.
     """
-    SHARE = {"math": 0.5, "code": 0.3, "prose": 0.2, "text": 1.0}  # of the sequences in a batch
-
     def __init__(self, corpus, enc, seq_len, quiet=False):
         self.enc, self.seq_len, self.corpus = enc, seq_len, corpus
         self.tokens, self.starts, self.bytes = {}, {}, {}
@@ -353,7 +356,7 @@ class Data:
     def batch(self, step, batch_size, seed=0, side="train", domain=None):
         """(batch_size, seq_len) tokens, a function of its arguments alone, so that a resumed run sees the same text."""
         g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {side}".encode()))
-        share = torch.tensor([self.SHARE[d] for d in self.domains])
+        share = torch.tensor([SHARE[d] for d in self.domains])
         rows = []
         for k in torch.multinomial(share, batch_size, replacement=True, generator=g).tolist():
             key = domain or self.domains[k], side
@@ -385,7 +388,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
@@ -497,7 +500,7 @@ def parse(Args, doc, kind, argv=None):
     for f in fields(Args):
         type_ = f.type
         default = "" if f.default in (None, False) else f" [{f.default}]"
-        how = dict(action="store_true") if type_ is bool else dict(type=type_)
+        how = {"action": "store_true"} if type_ is bool else {"type": type_}
         parser.add_argument("--" + f.name, help=f.metadata["help"] + default, default=argparse.SUPPRESS, **how)
     given = vars(parser.parse_args(argv))
     args = Args(**given)
@@ -584,7 +587,7 @@ def load(path, kind=None):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # on a damaged file torch.load raises nearly anything
+    except Exception as error:  # noqa: BLE001  # on a damaged file torch.load raises nearly anything
         raise UserError(f"{path}: not a readable checkpoint, perhaps cut short; delete it and train again "
                         f"({type(error).__name__})") from None
     if not isinstance(checkpoint, dict) or not {"kind", "model", "config", "args"} <= set(checkpoint):
@@ -659,7 +662,7 @@ def init_target(args):
         enc, target = encoding(tokenizer), model.load_gpt2(read_weights(file))
     except UserError:
         raise
-    except Exception as error:  # whatever a foreign file may cause
+    except Exception as error:  # noqa: BLE001  # whatever a foreign file may cause
         raise UserError(f"--init {args.init}: not GPT-2 weights in the published layout ({type(error).__name__})") from None
     if enc.n_vocab != target.config.vocab_size:
         raise UserError(f"--init {args.init}: {target.config.vocab_size} embeddings, but the tokenizer has {enc.n_vocab} entries")
@@ -802,7 +805,7 @@ def has_bf16():
 
 def start_processes(args):
     """Under torchrun: joins the group. Returns (rank, number of processes)."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and not dist.is_initialized():
         cuda = torch.device(args.device).type == "cuda"
         if cuda:
@@ -833,7 +836,7 @@ def get_target(args):
     return target, load_data(args.data, json.dumps(target.tokenizer), args.seq_len, rank > 0)
 
 
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def load_data(path, tokenizer, seq_len, quiet=False):
     """The Data of a corpus (--data, or None) under a tokenizer given as JSON, made once per process."""
     return Data(read_corpus(path, quiet), encoding(json.loads(tokenizer)), seq_len, quiet)
@@ -986,7 +989,7 @@ def report(method, args, target, drafter, data):
         for domain, pairs in prompts.items():
             numbers, records = verify.measure(
                 target, generate, [p[-room:] for p, _ in pairs], args.max_new_tokens, temperature, args.top_k, args.top_p,
-                (data.enc.eot_token,), args.seed, lambda x: tqdm(x, f"measuring {domain} at T={temperature:g}", leave=False))
+                (data.enc.eot_token,), args.seed, partial(tqdm, desc=f"measuring {domain} at T={temperature:g}", leave=False))
             if domain == "math":
                 right = [[answer_of(data.enc.decode(r.tokens)) == answer for r in pair] for pair, (_, answer) in zip(records, pairs)]
                 numbers["right_answers"] = sum(with_draft for with_draft, _ in right)

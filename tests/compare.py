@@ -20,8 +20,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import train  # noqa: E402
-import verify  # noqa: E402
+import train
+import verify
 
 FIVE = ["eagle1.py", "eagle2.py", "eagle3.py", "dflash.py", "dflash2.py"]
 ASSETS = ROOT / ".github" / "assets"

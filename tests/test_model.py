@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from helpers import tiny, topology
+
 from model import KVCache, load_gpt2
 
 EXACT = dict(rtol=0, atol=1e-12)

@@ -291,7 +291,7 @@ def test_tokens_round_trip_and_digits_stand_alone():
         ids = enc.encode_ordinary(text)
         assert enc.decode(ids) == text and enc.eot_token not in ids
     assert all(enc.decode_single_token_bytes(enc.encode_single_token(bytes([b]))) == bytes([b]) for b in range(256))
-    assert not any(re.search(rb"\d.|.\d", piece, re.S) for piece in ranks)
+    assert not any(re.search(rb"\d.|.\d", piece, re.DOTALL) for piece in ranks)
     assert [enc.decode([i]) for i in enc.encode_ordinary("12x")] == ["1", "2", "x"]
 
 
@@ -533,8 +533,8 @@ def test_a_tokenizer_that_cannot_be_fetched_says_so(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes
 # ---------------------------------------------------------------------------------------------------------------------
-TINY = "--n_layer 2 --n_embd 32 --n_head 2 --seq_len 32 --vocab_size 320 --batch_size 4 --data data".split()
-DRAFT = "--train --seq_len 32 --batch_size 4 --block_size 4 --n_anchors 99 --n_draft_layer 1 --data data --target target.pt".split()
+TINY = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--seq_len", "32", "--vocab_size", "320", "--batch_size", "4", "--data", "data"]
+DRAFT = ["--train", "--seq_len", "32", "--batch_size", "4", "--block_size", "4", "--n_anchors", "99", "--n_draft_layer", "1", "--data", "data", "--target", "target.pt"]
 RUNS = [["train.py", "--steps", "2", "--ckpt", "target.pt", *TINY], ["dflash.py", "--steps", "2", "--ckpt", "drafter.pt", *DRAFT]]
 DRIVER = """
 import torch, test_train

@@ -10,10 +10,26 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import (
+    METHODS,
+    Informed,
+    build,
+    counted,
+    drafts,
+    every_run,
+    generate,
+    joint,
+    output_law,
+    p_value,
+    tables,
+    target_law,
+    tiny,
+    topology,
+    tv,
+    ways,
+)
 
 import verify
-from helpers import (METHODS, Informed, build, counted, drafts, every_run, generate, joint, output_law, p_value, tables,
-                     target_law, tiny, topology, tv, ways)
 from verify import Topology, Tree, chain, verify_block, verify_chain, verify_tree
 
 FALSE_ALARM = 1e-6
