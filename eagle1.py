@@ -44,6 +44,7 @@ from verify import Session, Topology, Tree
 # The children of every expanded node by level, best parent first (the published tree of 25 nodes: levels 4/8/8/3/2). The
 # parents of a level are the first nodes of the level above.
 TREE = ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,))
+A = 0.8  # share of drawn children that are accepted, roughly
 
 
 @dataclass
@@ -84,7 +85,8 @@ class Layer(nn.Module):
 
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
-    are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None."""
+    are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
+    is accepted about as often whatever it is: its confidence is A for the first, A (1-A) for the second that is tried ..."""
     log_c = logits.log_softmax(-1)  # raw confidences: temperature is a matter of q
     if law is None or drawn == 0:
         top = log_c.topk(k)
@@ -92,8 +94,9 @@ def siblings(logits, k, law, drawn):
     q = law(logits)
     first = (q / -torch.rand_like(q).log()).topk(min(drawn, k)).indices  # an exponential race: the order of arrival
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
-    tokens = torch.cat([first, rest], 1)
-    return tokens, log_c.gather(1, tokens), q
+    s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
+    log_a = (math.log(A) + s * math.log(1 - A)).expand(first.shape)
+    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - A)], 1), q
 
 
 class Drafter(nn.Module):

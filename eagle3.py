@@ -47,6 +47,8 @@ from model import causal, rope_angles, rotate
 from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch
 from verify import Session, Topology, Tree
 
+A = 0.8  # share of drawn children that are accepted, roughly
+
 
 @dataclass
 class Args(CommonArgs):
@@ -56,7 +58,7 @@ class Args(CommonArgs):
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 5e-5)")
     ttt: int = flag(5, "steps of the training-time test (published: 7); 1: none")
     width: int = flag(4, "k: children of an expanded node (published: 10)")
-    beam: int = flag(4, "m: nodes expanded per level (published: k)")
+    beam: int = flag(2, "m: nodes expanded per level (published: k)")
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)")
     n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60)")
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
@@ -91,7 +93,8 @@ class Layer(nn.Module):
 
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
-    are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None."""
+    are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
+    is accepted about as often whatever it is: its confidence is A for the first, A (1-A) for the second that is tried ..."""
     log_c = logits.log_softmax(-1)  # raw confidences: temperature is a matter of q
     if law is None or drawn == 0:
         top = log_c.topk(k)
@@ -99,8 +102,9 @@ def siblings(logits, k, law, drawn):
     q = law(logits)
     first = (q / -torch.rand_like(q).log()).topk(min(drawn, k)).indices  # an exponential race: the order of arrival
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
-    tokens = torch.cat([first, rest], 1)
-    return tokens, log_c.gather(1, tokens), q
+    s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
+    log_a = (math.log(A) + s * math.log(1 - A)).expand(first.shape)
+    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - A)], 1), q
 
 
 def unrolled(keys, values, q, k, v):
