@@ -51,8 +51,8 @@ class Args(CommonArgs):
     n_taps: int = flag(5, "target layers whose features are fused (published: 5)")
     n_anchors: int = flag(16, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
-    argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample")
-    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain")
+    argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
+    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False)
 
 
 def heads(x, n, n_head):

@@ -67,14 +67,14 @@ class Args(CommonArgs):
     n_taps: int = flag(5, "target layers whose features are fused (published: 5)")
     n_anchors: int = flag(16, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
-    argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample")
+    argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
     n_candidates: int = flag(16, "K: tokens kept per slot (published: 16)")
     rank: int = flag(32, "r: width of the selector's tables")
     no_conv: bool = flag(False, "ablation: without the convolutions")
     no_selector: bool = flag(False, "ablation: without the path selector")
     insert_gold: bool = flag(False, "a true token that is not among the K replaces the last of them in training; else it is skipped")
     init_from: str = flag(None, "start from this DFlash checkpoint")
-    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain")
+    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False)
 
 
 def heads(x, n, n_head):

@@ -57,7 +57,7 @@ class Args(CommonArgs):
     w_cls: float = flag(0.1, "weight of the cross-entropy beside the feature loss (published: 0.1)")
     unshifted: bool = flag(False, "ablation: pair f_j with t_j, which f_j knows already, instead of t_{j+1}")
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
-                         "0: a deterministic tree, 9: all drawn (published)")
+                         "0: a deterministic tree, 9: all drawn (published)", trained=False)
 
 
 class Layer(nn.Module):

@@ -57,12 +57,12 @@ class Args(CommonArgs):
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 5e-5)")
     ttt: int = flag(5, "steps of the training-time test (published: 7); 1: none")
-    width: int = flag(4, "k: children of an expanded node (published: 10)")
-    beam: int = flag(2, "m: nodes expanded per level (published: k)")
-    depth: int = flag(5, "levels expanded below the first (published: 5 to 7)")
-    n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60)")
+    width: int = flag(4, "k: children of an expanded node (published: 10)", trained=False)
+    beam: int = flag(2, "m: nodes expanded per level (published: k)", trained=False)
+    depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
+    n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60)", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
-                         "0: a deterministic tree, 9: all drawn (published)")
+                         "0: a deterministic tree, 9: all drawn (published)", trained=False)
 
 
 class Layer(nn.Module):

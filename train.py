@@ -450,8 +450,9 @@ class Optimiser:
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line: the flags that all commands share
 # ---------------------------------------------------------------------------------------------------------------------
-def flag(default, help):
-    return field(default=default, metadata={"help": help})
+def flag(default, help, trained=True):
+    """A field of Args. trained: a checkpoint remembers it (False for what only drafting uses, and may differ from run to run)."""
+    return field(default=default, metadata={"help": help, "trained": trained})
 
 
 @dataclass
@@ -556,7 +557,7 @@ def parse(Args, doc, kind, argv=None):
 def adopt(args, checkpoint, also=frozenset()):
     """Gives args the settings of their own, and those named in also, that a checkpoint was trained with, except where the command
     line says otherwise."""
-    others = {f.name for f in fields(CommonArgs)} - also | args.given
+    others = {f.name for f in fields(CommonArgs)} - also | {f.name for f in fields(args) if not f.metadata["trained"]} | args.given
     for name in ({f.name for f in fields(args)} - others) & set(checkpoint["args"]):
         setattr(args, name, checkpoint["args"][name])
 

@@ -103,7 +103,7 @@ def sweep(module, target, prompts, name, values, temperature=0.0, **others):
         _, _, drafter = prepare(module, target, **{name: value}, **others)
         numbers, _ = verify.measure(target, lambda p, *k: module.generate(target, drafter, p, *k), prompts, 96, temperature)
         rows.append((value, numbers["tau"], numbers["speedup"]))
-        print(f"{module.Drafter.kind} {name}={value} T={temperature:g}: tau {numbers['tau']:.2f}, speedup {numbers['speedup']:.2f}", flush=True)
+        print(f"{module.__name__} {name}={value} T={temperature:g}: tau {numbers['tau']:.2f}, speedup {numbers['speedup']:.2f}", flush=True)
     return rows
 
 

@@ -28,7 +28,7 @@ def test_round_traces_as_one_graph(name):
         return graph.forward
 
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.inference_mode():
         whole = torch.compile(lambda: verify_(draft()), fullgraph=True, backend=backend, dynamic=False)
         for i in range(4):
             whole()
