@@ -36,7 +36,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from model import rope_angles, rotate
-from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch
+from train import (
+    CommonArgs,
+    Optimiser,
+    UserError,
+    command,
+    drafter_run,
+    flag,
+    get_target,
+    launch,
+)
 from verify import Session, Topology, Tree, chain, sample
 
 
@@ -98,6 +107,8 @@ class Drafter(nn.Module):
 
     def __init__(self, config, args):
         super().__init__()
+        if not 2 <= args.block_size < args.seq_len:
+            raise UserError(f"--block_size {args.block_size}: it has to be at least 2, and smaller than --seq_len {args.seq_len}")
         self.args, d, L = args, config.n_embd, config.n_layer
         self.config = config
         n = min(args.n_taps, L)
@@ -205,7 +216,7 @@ class Drafter(nn.Module):
             if slot + 1 < len(score):
                 heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, len(tokens)))
         device = anchor.device
-        return Tree(torch.cat([anchor, torch.tensor(tokens, device=device)]),
+        return Tree(torch.cat([anchor, torch.tensor(tokens, dtype=torch.long, device=device)]),
                     Topology(torch.tensor(parent, device=device), len(score)))
 
 

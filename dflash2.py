@@ -46,6 +46,7 @@ from model import rope_angles, rotate
 from train import (
     CommonArgs,
     Optimiser,
+    UserError,
     command,
     drafter_run,
     flag,
@@ -152,6 +153,8 @@ class Drafter(nn.Module):
 
     def __init__(self, config, args):
         super().__init__()
+        if not 2 <= args.block_size < args.seq_len:
+            raise UserError(f"--block_size {args.block_size}: it has to be at least 2, and smaller than --seq_len {args.seq_len}")
         self.args, d, L = args, config.n_embd, config.n_layer
         self.config = config
         n = min(args.n_taps, L)
@@ -300,7 +303,7 @@ class Drafter(nn.Module):
             if slot + 1 < len(score):
                 heapq.heappush(heap, (cost - score[slot + 1][b][0], slot + 1, b, 0, len(tokens)))
         device = anchor.device
-        return Tree(torch.cat([anchor, torch.tensor(tokens, device=device)]),
+        return Tree(torch.cat([anchor, torch.tensor(tokens, dtype=torch.long, device=device)]),
                     Topology(torch.tensor(parent, device=device), len(score)))
 
 

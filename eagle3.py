@@ -44,7 +44,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from model import causal, rope_angles, rotate
-from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch
+from train import (
+    CommonArgs,
+    Optimiser,
+    UserError,
+    command,
+    drafter_run,
+    flag,
+    get_target,
+    launch,
+)
 from verify import Session, Topology, Tree
 
 A = 0.8  # share of drawn children that are accepted, roughly
@@ -129,6 +138,8 @@ class Drafter(nn.Module):
 
     def __init__(self, config, args):
         super().__init__()
+        if args.ttt > args.seq_len - 2:
+            raise UserError(f"--ttt {args.ttt}: sequences of --seq_len {args.seq_len} allow at most {args.seq_len - 2} steps")
         self.args, self.config, d = args, config, config.n_embd
         L = config.n_layer
         self.taps = [2, L // 2, L - 3] if L >= 7 else [max(1, L // 3), max(1, L // 2), L]  # the official ones where distinct
