@@ -27,7 +27,8 @@ METHODS = [m for m in COMMANDS if hasattr(m, "Drafter")]
 every_command = pytest.mark.parametrize("module", COMMANDS, ids=lambda m: m.__name__)
 every_method = pytest.mark.parametrize("module", METHODS, ids=lambda m: m.__name__)
 
-TARGET = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--seq_len", "64", "--vocab_size", "400", "--steps", "30", "--batch_size", "4", "--data", "data"]
+TARGET = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--seq_len", "64", "--vocab_size", "400", "--steps", "30",
+          "--batch_size", "4", "--data", "data"]
 DRAFTER = ["--train", "--seq_len", "64", "--steps", "3", "--batch_size", "2", "--data", "data", "--prompts", "2", "--max_new_tokens", "12"]
 
 

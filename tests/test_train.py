@@ -533,8 +533,10 @@ def test_a_tokenizer_that_cannot_be_fetched_says_so(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes
 # ---------------------------------------------------------------------------------------------------------------------
-TINY = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--seq_len", "32", "--vocab_size", "320", "--batch_size", "4", "--data", "data"]
-DRAFT = ["--train", "--seq_len", "32", "--batch_size", "4", "--block_size", "4", "--n_anchors", "99", "--n_draft_layer", "1", "--data", "data", "--target", "target.pt"]
+TINY = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--seq_len", "32", "--vocab_size", "320",
+        "--batch_size", "4", "--data", "data"]
+DRAFT = ["--train", "--seq_len", "32", "--batch_size", "4", "--block_size", "4", "--n_anchors", "99",
+         "--n_draft_layer", "1", "--data", "data", "--target", "target.pt"]
 RUNS = [["train.py", "--steps", "2", "--ckpt", "target.pt", *TINY], ["dflash.py", "--steps", "2", "--ckpt", "drafter.pt", *DRAFT]]
 DRIVER = """
 import torch, test_train
