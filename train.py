@@ -383,7 +383,7 @@ class Data:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), for matrices.
 
-    torch.optim.Muon always iterates in bfloat16, which a CPU without bf16 units emulates: 9 s for a step that takes 0.3 s
+    torch.optim.Muon always iterates in bfloat16, which a CPU without bf16 units emulates: 9 s for a step that takes 0.4 s
     here, in fp32 and over all matrices of one shape at once.
     """
 
