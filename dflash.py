@@ -171,6 +171,7 @@ class Drafter(nn.Module):
         """An empty context cache for a new text."""
         c, dev = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
+        self.table = self.angles(self.cache.index)
         self.chain = chain(self.args.block_size - 1, dev)
         self.open = torch.zeros(1, self.args.block_size, device=dev, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
@@ -178,7 +179,7 @@ class Drafter(nn.Module):
         """Takes in committed positions (verify.Committed): their fused features become keys and values of every layer."""
         H = self.context([x[None] for x in new.h])
         slots = new.start + self.cache.index[:H.shape[1]]
-        angles = self.angles(slots)
+        angles = self.table.index_select(1, slots)
         for l, layer in enumerate(self.layers):
             self.cache.append(l, slots, layer.inject(H, angles))
         self.cache.pos.copy_(new.start + new.n)
@@ -187,7 +188,7 @@ class Drafter(nn.Module):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
         tokens. The block's own keys and values lie beyond cache.pos and are overwritten by the next context."""
         slots = self.cache.pos + self.cache.index[:self.args.block_size]
-        angles, mask = self.angles(slots), self.cache.mask(self.open)
+        angles, mask = self.table.index_select(1, slots), self.cache.mask(self.open)
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
             x = layer(x, angles, lambda kv, l=l: self.cache.append(l, slots, kv), mask)

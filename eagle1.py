@@ -113,10 +113,13 @@ class Drafter(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / 2 ** 0.5 if name.endswith("proj.weight") else 0.02)
 
-    def advance(self, target, f, tokens, positions, attend):
-        """One pass: features f (b, T, d) and the tokens (b, T) that followed them -> f̂ (b, T, d), one position further."""
-        x = self.fc(torch.cat([target.embed(tokens), f], -1))
-        return self.layer(x, rope_angles(positions, x.shape[-1] // self.config.n_head, x.dtype), attend)
+    def angles(self, positions):
+        return rope_angles(positions, self.config.n_embd // self.config.n_head, self.fc.weight.dtype)
+
+    def advance(self, target, f, tokens, angles, attend):
+        """One pass: features f (b, T, d), the tokens (b, T) that followed them, and the angles of their positions -> f̂ (b, T, d), one
+        position further."""
+        return self.layer(self.fc(torch.cat([target.embed(tokens), f], -1)), angles, attend)
 
     def read(self, target, f_hat):
         """Draft logits of states (..., d)."""
@@ -128,8 +131,8 @@ class Drafter(nn.Module):
             logits, (f,) = target(idx, taps=self.taps)
         noisy = f[:, :-1] + (torch.rand_like(f[:, :-1]) * 2 - 1) * self.args.noise
         tokens = idx[:, :-1] if self.args.unshifted else idx[:, 1:]
-        positions = torch.arange(tokens.shape[1], device=idx.device)
-        f_hat = self.advance(target, noisy, tokens, positions, partial(F.scaled_dot_product_attention, is_causal=True))
+        angles = self.angles(torch.arange(tokens.shape[1], device=idx.device))
+        f_hat = self.advance(target, noisy, tokens, angles, partial(F.scaled_dot_product_attention, is_causal=True))
         p = logits[:, 1:].float().softmax(-1)
         loss_cls = -(p * self.read(target, f_hat).float().log_softmax(-1)).sum(-1).mean()
         return F.smooth_l1_loss(f_hat.float(), f[:, 1:].float()) + self.args.w_cls * loss_cls
@@ -138,6 +141,7 @@ class Drafter(nn.Module):
         """Buffers for a new text, and the shape of the tree, which never changes."""
         c, device = self.config, session.device
         self.cache = session.new_cache(1, c.n_head, c.n_embd // c.n_head)
+        self.table = self.angles(self.cache.index)
         self.state = torch.zeros(1, c.n_embd, device=device, dtype=self.cache.kv.dtype)  # f̂ at the anchor
         self.itself = torch.full((8, 8), -math.inf, device=device, dtype=self.cache.kv.dtype).fill_diagonal_(0)
         self.drawn = self.args.drawn if session.temperature else 0
@@ -168,7 +172,7 @@ class Drafter(nn.Module):
         slots = new.start + self.cache.index[:P]
         tokens = new.tokens[:-1] if self.args.unshifted else new.tokens[1:]
         sees = causal(P, self.state.device, self.state.dtype)
-        f_hat = self.advance(target, new.h[0][None], tokens[None], slots, self.cached(slots, sees))
+        f_hat = self.advance(target, new.h[0][None], tokens[None], self.table.index_select(1, slots), self.cached(slots, sees))
         self.cache.pos += new.n
         self.state.copy_(f_hat[0].index_select(0, new.n[None] - 1))
 
@@ -177,8 +181,8 @@ class Drafter(nn.Module):
         the R rows drafted so far, its own included, a node may look at; rows are written behind cache.pos."""
         m, R = sees.shape
         slots = self.cache.pos + self.cache.index[R - m:R]
-        positions = (self.cache.pos + depth - 1).expand(m)
-        return self.advance(target, f[None], tokens[None], positions, self.cached(slots, sees))[0]
+        angles = self.table.index_select(1, (self.cache.pos + depth - 1)[None])
+        return self.advance(target, f[None], tokens[None], angles, self.cached(slots, sees))[0]
 
     def draft(self, target, anchor, law=None):
         """The tree for an anchor (1,), level by level. law: logits -> the distribution to draw from, or None."""

@@ -158,9 +158,12 @@ class Drafter(nn.Module):
         """g (b, T, d) of the three taps h, each (b, T, d)."""
         return self.fc(torch.cat(h, -1))
 
-    def advance(self, target, state, tokens, positions, attend):
-        """One pass: states g or a (b, T, d) and the tokens (b, T) that followed them -> a (b, T, d), one position further."""
-        angles = rope_angles(positions, state.shape[-1] // self.config.n_head, state.dtype)
+    def angles(self, positions):
+        return rope_angles(positions, self.config.n_embd // self.config.n_head, self.fc.weight.dtype)
+
+    def advance(self, target, state, tokens, angles, attend):
+        """One pass: states g or a (b, T, d), the tokens (b, T) that followed them, and the angles of their positions -> a (b, T, d),
+        one position further."""
         return self.layer(state, target.embed(tokens), angles, attend)
 
     def read(self, target, a):
@@ -176,8 +179,8 @@ class Drafter(nn.Module):
         state, keys, values, loss = self.fuse(h), [], [], 0.0
         for i in range(self.args.ttt):
             n = idx.shape[1] - 1 - i
-            positions = torch.arange(i, i + n, device=idx.device)
-            state = self.advance(target, state[:, :n], idx[:, 1 + i:], positions, partial(unrolled, keys, values))
+            angles = self.angles(torch.arange(i, i + n, device=idx.device))
+            state = self.advance(target, state[:, :n], idx[:, 1 + i:], angles, partial(unrolled, keys, values))
             p = logits[:, 1 + i:].float().softmax(-1)
             log_q = self.read(target, state).float().log_softmax(-1)
             loss = loss - 0.8 ** i * (p * log_q).sum(-1).mean()
@@ -187,6 +190,7 @@ class Drafter(nn.Module):
         """Buffers for a new text."""
         c, device = self.config, session.device
         self.cache = session.new_cache(1, c.n_head, c.n_embd // c.n_head)
+        self.table = self.angles(self.cache.index)
         self.state = torch.zeros(1, c.n_embd, device=device, dtype=self.cache.kv.dtype)  # a at the anchor
         m = self.beam
         self.itself = torch.full((m, m), -math.inf, device=device, dtype=self.cache.kv.dtype).fill_diagonal_(0)
@@ -207,7 +211,8 @@ class Drafter(nn.Module):
         P = len(new.tokens) - 1
         slots = new.start + self.cache.index[:P]
         sees = causal(P, self.state.device, self.state.dtype)
-        a = self.advance(target, self.fuse([x[None] for x in new.h]), new.tokens[None, 1:], slots, self.cached(slots, sees))
+        angles, g = self.table.index_select(1, slots), self.fuse([x[None] for x in new.h])
+        a = self.advance(target, g, new.tokens[None, 1:], angles, self.cached(slots, sees))
         self.cache.pos += new.n
         self.state.copy_(a[0].index_select(0, new.n[None] - 1))
 
@@ -216,8 +221,8 @@ class Drafter(nn.Module):
         the R rows drafted so far, its own included, a node may look at; rows are written behind cache.pos."""
         m, R = sees.shape
         slots = self.cache.pos + self.cache.index[R - m:R]
-        positions = (self.cache.pos + depth - 1).expand(m)
-        return self.advance(target, f[None], tokens[None], positions, self.cached(slots, sees))[0]
+        angles = self.table.index_select(1, (self.cache.pos + depth - 1)[None])
+        return self.advance(target, f[None], tokens[None], angles, self.cached(slots, sees))[0]
 
     def draft(self, target, anchor, law=None):
         """The tree for an anchor (1,): expand, then rerank. law: logits -> the distribution to draw from, or None. Candidates are

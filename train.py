@@ -186,14 +186,16 @@ def held_out(key):
 
 
 def math_texts(n, seed, holdout):
-    """n distinct problems from one side of the split, as (question, solution, answer)."""
-    r, texts = random.Random(seed), {}
+    """n problems from one side of the split, as (question, solution, answer). Held-out ones are distinct; in training a kind
+    that has few different problems repeats them, so that all kinds are equally frequent."""
+    r, texts, seen = random.Random(seed), [], set()
     while len(texts) < n:
         question, solution, answer = worked_problem(r)
         key = question.split(" ", 1)[1]  # the same problem under another heading is the same problem
-        if held_out(key) == holdout:
-            texts[key] = (question, solution, answer)
-    return list(texts.values())
+        if held_out(key) == holdout and not (holdout and key in seen):
+            seen.add(key)
+            texts.append((question, solution, answer))
+    return texts
 
 
 def stdlib_files():
@@ -425,8 +427,8 @@ class Optimiser:
         matrices = [p for p in params if p.dim() == 2 and p not in tables]
         rest = [p for p in params if p.dim() != 2 or p in tables]
         self.params, self.steps = params, steps
-        adam = torch.optim.AdamW(rest or [torch.zeros(1, requires_grad=True)], lr / 6, betas=(0.9, 0.95), weight_decay=0.0)
-        self.parts = [(Muon(matrices, lr), lr), (adam, lr / 6)]
+        adam = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+        self.parts = [(kind(some, rate), rate) for kind, some, rate in ((Muon, matrices, lr), (adam, rest, lr / 6)) if some]
 
     def step(self, step):
         """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
@@ -479,7 +481,7 @@ class CommonArgs:
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(1400, "optimiser steps")
+    steps: int = flag(1600, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.03, "learning rate of Muon; AdamW has a sixth of it")
@@ -525,13 +527,23 @@ def parse(Args, doc, kind, argv=None):
     need(getattr(args, "vocab_size", 512) > 300, "--vocab_size has to exceed 300: 256 bytes come first")
     need(args.prompt != "", "--prompt is empty: give at least one character")
     need(args.data != "", "--data is empty: give a text file or a folder")
+    need(kind != "target" or not given.keys() & {"bench", "json", "verbose", "prompts"},
+         "train.py trains and continues text; --bench, --json, --verbose and --prompts belong to a method, e.g. python dflash.py --bench")
+    if kind != "target":
+        training, idle = args.train or args.resume, given.keys() & {"steps", "batch_size", "lr"}
+        need(args.bench or training or not args.json, "--json is the report's: give --bench or --train with it")
+        need(args.prompt is None or not (args.bench or args.json),
+             "--prompt continues one text and reports nothing: leave --bench and --json out")
+        need(training or not idle, f"--{min(idle, default='')} is for training: give --train with it")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(args.device)
         need(device.type in ("cpu", "cuda"), f"--device {args.device}: only cpu and cuda are supported")
-        need(device.type != "cuda" or torch.cuda.is_available(), f"--device {args.device}: this PyTorch sees no CUDA device; use --device cpu")
-        need(device.type != "cuda" or (device.index or 0) < torch.cuda.device_count(), f"--device {args.device}: there are {torch.cuda.device_count()} CUDA devices")
+        need(device.type != "cuda" or torch.cuda.is_available(),
+             f"--device {args.device}: this PyTorch sees no CUDA device; use --device cpu")
+        need(device.type != "cuda" or (device.index or 0) < torch.cuda.device_count(),
+             f"--device {args.device}: there are {torch.cuda.device_count()} CUDA devices")
     except RuntimeError:
         raise UserError(f"--device {args.device}: unknown; use cpu or cuda") from None
     if args.dtype == "auto":
@@ -748,7 +760,7 @@ class Run:
                         log.flush()
                     if not math.isfinite(loss):
                         raise UserError(f"the loss is {loss} at step {done}: try a smaller --lr")
-                if interrupts and done < self.args.steps:
+                if self.agreed(interrupts) and done < self.args.steps:
                     self.save(done)
                     raise UserError(f"interrupted after step {done}; {self.path} has it: --resume goes on")
                 if show and time.time() - spoke > 60 and done < self.args.steps and all(map(math.isfinite, self.losses)):
@@ -765,6 +777,14 @@ class Run:
             if log:
                 log.close()
 
+    def agreed(self, interrupts):
+        """Whether any process was interrupted: they stop after the same step or not at all."""
+        if self.world == 1:
+            return bool(interrupts)
+        told = torch.tensor(len(interrupts), device=self.args.device)
+        dist.all_reduce(told)
+        return told.item() > 0
+
     def log(self, loss):
         self.losses.append(loss.item())
 
@@ -775,16 +795,17 @@ def drafter_run(args, target, data, drafter, optimiser, generate):
 
     def probe():
         drafter.eval()
-        rounds = {d: [n for p, _ in pairs for n in generate(target, drafter, p[:args.seq_len // 2], 64, stop=(data.enc.eot_token,)).committed]
-                  for d, pairs in prompts.items()}
+        rounds = {d: [n for prompt, _ in pairs for n in generate(
+            target, drafter, prompt[:args.seq_len // 2], 64, stop=(data.enc.eot_token,)).committed] for d, pairs in prompts.items()}
         drafter.train()
         tau = {f"tau_{d}": round(sum(n) / max(1, len(n)), 2) for d, n in rounds.items()}
         return "held-out " + ", ".join(f"{k} {v:.2f}" for k, v in tau.items()), tau
 
-    size = sum(p.numel() for p in drafter.parameters()) / 1e6
     if start_processes(args)[0] == 0:
-        print(f"{args.name}: {size:.2f} M trainable parameters beside a target of {sum(p.numel() for p in target.parameters()) / 1e6:.2f} M", flush=True)
-    return Run(args, drafter, optimiser, lambda: {"kind": drafter.kind, "config": asdict(target.config), "target": target.fingerprint}, probe)
+        own, whole = (sum(p.numel() for p in m.parameters()) / 1e6 for m in (drafter, target))
+        print(f"{args.name}: {own:.2f} M trainable parameters beside a target of {whole:.2f} M", flush=True)
+    extra = {"kind": drafter.kind, "config": asdict(target.config), "target": target.fingerprint}
+    return Run(args, drafter, optimiser, lambda: extra, probe)
 
 
 def warm_start(module, path):
@@ -881,7 +902,8 @@ def train(args):
         record = verify.autoregressive(target, question[:args.seq_len // 2], 48, stop=(data.enc.eot_token,))
         target.train()
         line = ", ".join(f"{d} {a:.2f}" for d, (a, _) in losses.items())
-        return f"held-out nats per token: {line}\n  sample: {data.enc.decode(question[-16:] + record.tokens)!r}", {d: a for d, (a, _) in losses.items()}
+        sample = data.enc.decode(question[-16:] + record.tokens)
+        return f"held-out nats per token: {line}\n  sample: {sample!r}", {d: a for d, (a, _) in losses.items()}
 
     optimiser = Optimiser(target, args.lr, args.steps)
     run = Run(args, target, optimiser, lambda: {"kind": "target", "config": asdict(config), "tokenizer": tokenizer,
@@ -999,7 +1021,8 @@ def report(method, args, target, drafter, data):
                 times[key] += numbers.pop(key) / len(prompts)
             domains[domain] = numbers
         equal = [sum(d.pop("equal") for d in domains.values()), sum(d["prompts"] for d in domains.values())]
-        result.update({key: round(value, 3) for key, value in times.items()}, greedy_equal=equal if temperature == 0 else None, domains=domains)
+        result.update({key: round(value, 3) for key, value in times.items()})
+        result.update(greedy_equal=equal if temperature == 0 else None, domains=domains)
         found.append(result)
         table(result)
     first, *others = found
@@ -1015,7 +1038,8 @@ def table(result):
         low, _, high = d["speedup_quartiles"]
         print(f"{domain:6} {d['tau']:4.2f} {d['ar_tok_s']:12.0f} {d['tok_s']:6.0f}  {d['speedup']:4.2f}x ({low:.2f}-{high:.2f})"
               f"{d['repetition']:14.0%} {right:>15}  {' '.join(f'{a:.2f}' for a in d['n_alpha'][:8])}")
-    print(f"a draft takes {result['draft_ms']:.2f} ms, its verification {result['verify_ms']:.2f} ms, one token of plain decoding {result['ar_ms']:.2f} ms")
+    print(f"a draft takes {result['draft_ms']:.2f} ms, its verification {result['verify_ms']:.2f} ms, "
+          f"one token of plain decoding {result['ar_ms']:.2f} ms")
     if result["greedy_equal"]:
         print("greedy output identical: {} of {} prompts".format(*result["greedy_equal"]))
 

@@ -29,7 +29,7 @@ ASSETS = ROOT / ".github" / "assets"
 
 def load_method(path):
     """The module in a method's file, from any folder."""
-    path = Path(path) if Path(path).exists() else ROOT / path
+    path = (Path(path) if Path(path).exists() else ROOT / path).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -121,7 +121,7 @@ def markdown(results, hardware):
         lines += [f"**{title}**", "",
                   "| | " + " | ".join(f"{d} τ | {d} speedup" for d in ("maths", "code", "prose"))
                   + " | nodes | draft ms | verify ms | plain ms/token | bound | free drafting | parameters | trained in |",
-                  "|---|" + "---|" * 14]
+                  "|---|" + "---|" * (8 + 2 * len(next(iter(results.values()))["numbers"]["domains"]))]
         for name, r in results.items():
             run = r["numbers"][key] if key else r["numbers"]
             cells = []
@@ -222,19 +222,20 @@ def main():
     parser.add_argument("methods", nargs="*", default=FIVE)
     parser.add_argument("--prompts", type=int, default=20, help="per domain [20]")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt [128]")
+    parser.add_argument("--data", help="a text file or folder instead of the embedded corpus, as in training")
     parser.add_argument("--no-write", action="store_true", help="leave README.md and the figures alone")
     parser.add_argument("--no-sweeps", action="store_true", help="without tree sizes and calibration")
     options = parser.parse_args()
-    os.chdir(ROOT)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     results, target = {}, None
     for file in options.methods:
         module = load_method(file)
         args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
         if not Path(args.ckpt).exists() or not Path(args.target).exists():
-            subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1"], check=True, env=env)
+            text = ["--data", options.data] if options.data else []
+            subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1", *text], check=True, env=env)
         args, target, drafter = prepare(module, target)
-        data = train.load_data(None, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
+        data = train.load_data(options.data, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
         args.name, args.prompts, args.max_new_tokens = Path(file).stem, options.prompts, options.max_new_tokens
         numbers = train.report(module, args, target, drafter, data)
         prompt = data.prompts(1, seed=3)[data.domains[0]][0][0]

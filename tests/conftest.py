@@ -1,4 +1,20 @@
+import importlib.util
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+import helpers
+
+
+def pytest_addoption(parser):
+    parser.addoption("--method", action="append", default=[], metavar="FILE",
+                     help="a method's file in any folder: tested as those in the root are (with -k NAME: alone)")
+
+
+def pytest_configure(config):
+    for file in map(Path, config.getoption("--method")):
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        helpers.METHODS.append(file.stem)

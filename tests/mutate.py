@@ -94,7 +94,7 @@ FAULTS = [  # file, what stands there (once), the fault
     ("dflash.py", "(block_of[:, None] == block_of).expand", "(block_of[:, None] >= block_of).expand"),
     ("dflash.py", "idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, 1:])", "idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, :-1])"),
     ("dflash.py", "self.cache.pos.copy_(new.start + new.n)", "self.cache.pos.copy_(new.start + new.n - 1)"),
-    ("dflash.py", "angles, mask = self.angles(slots), self", "angles, mask = self.angles(slots + 1), self"),
+    ("dflash.py", "angles, mask = self.table.index_select(1, slots), self", "angles, mask = self.table.index_select(1, slots + 1), self"),
     ("dflash.py", "sample(q)])", "q.argmax(-1)])"),
     ("dflash.py", "heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, len(tokens)))",
      "heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, above))"),

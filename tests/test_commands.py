@@ -325,6 +325,15 @@ def test_wrong_values_are_refused(world, module, word, flags, monkeypatch):
 
 
 @every_command
+def test_flags_that_would_do_nothing_are_refused(world, module):
+    """A flag is obeyed or refused, never passed over in silence."""
+    idle = ["--bench", "--json", "--verbose", "--prompts=3"] if module not in METHODS else [
+        "--json", "--prompt=Add --json", "--prompt=Add --bench", "--steps=3", "--bench --lr=0.1", "--prompt=Add --batch_size=2"]
+    for flags in idle:
+        assert re.search(r"--(?!prompt\b|bench\b)\w+|--bench", flags)[0].split("=")[0] in refuse(module, *flags.split())
+
+
+@every_command
 def test_every_flag_of_its_own_has_bounds(world, module):
     """No integer below its least value, no float that is negative or no number, in any flag of any command."""
     for f in fields(module.Args):

@@ -1,0 +1,145 @@
+"""What the choices are worth: variants of a method, trained alike and measured side by side, written into the README.
+
+    python tests/ablate.py                    all groups, an hour and a half on two cores; what is trained already is kept
+    python tests/ablate.py eagle dflash2      the groups whose names begin like this
+    python tests/ablate.py --no-write         leaves README.md alone
+
+A row is tau on held-out prompts, domain by domain. Checkpoints and numbers stay in out/ablate.
+"""
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from compare import ROOT, load_method, prepare, training_minutes
+
+import train
+
+GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {label: (variant, settings of drafting)})
+    "eagle1": ("eagle1.py", [], {
+        "default": [], "without the shift: (f_j, t_j) instead of (f_j, t_{j+1})": ["--unshifted"]}, {}),
+    "eagle3": ("eagle3.py", [], {
+        "default": [], "without the training-time test": ["--ttt", "1"]}, {}),
+    "dflash": ("dflash.py", ["--steps", "300"], {
+        "default": [], "hard labels": ["--hard"], "1 layer": ["--n_draft_layer", "1"], "2 layers": ["--n_draft_layer", "2"],
+        "5 layers": ["--n_draft_layer", "5"], "B = 8": ["--block_size", "8"], "4 anchors per sequence": ["--n_anchors", "4"],
+        "32 anchors per sequence": ["--n_anchors", "32"]},
+        {"argmax drafts at T = 1": ("default", {"argmax": True})}),
+    "dflash2": ("dflash2.py", [], {
+        "DFlash": ["--no_conv", "--no_selector"], "+ conv": ["--no_selector"], "+ selector": ["--no_conv"], "+ both (default)": [],
+        "+ both, true token inserted among the K": ["--insert_gold"]},
+        {"+ both, K = 64 when drafting": ("+ both (default)", {"n_candidates": 64})}),
+}
+
+
+def slug(text):
+    return re.sub(r"\W+", "-", text).strip("-")
+
+
+def recall(module, target, drafter, prompts, ks=(1, 16)):
+    """{k: [share of greedy rounds in which the target's own token is among the k likeliest of slot 1, 2, ...]}."""
+    hits, head, seen = [], target.head, []
+    target.head = lambda h: seen.append(head(h)) or seen[-1]
+    draft = drafter.draft
+
+    def wrapped(*args):
+        seen.clear()
+        tree = draft(*args)
+        rounds.append(seen[-1])
+        return tree
+
+    drafter.draft = wrapped
+    for prompt in prompts:
+        rounds = []
+        record, at = module.generate(target, drafter, prompt, 96), 1
+        for logits, kept in zip(rounds, record.committed):
+            truth = torch.tensor(record.tokens[at:at + len(logits)], dtype=torch.long)
+            if len(truth) == len(logits):
+                hits.append((logits > logits.gather(1, truth[:, None])).sum(1))
+            at += kept
+    target.head, drafter.draft = head, draft
+    ranks = torch.stack(hits)
+    return {k: [round(share, 2) for share in (ranks < k).float().mean(0).tolist()] for k in ks}
+
+
+def measured(module, target, data, n, **settings):
+    """{temperature: {domain: tau}}, 0 and 1, over n held-out prompts a domain, and the recall of drafters of blocks."""
+    _, _, drafter = prepare(module, target, **settings)
+    found, prompts = {}, {d: [p for p, _ in pairs] for d, pairs in data.prompts(n, seed=5).items()}
+    for T in (0.0, 1.0):
+        for domain, texts in prompts.items():
+            torch.manual_seed(0)
+            records = [module.generate(target, drafter, p, 96, T, stop=(data.enc.eot_token,)) for p in texts]
+            found.setdefault(f"{T:g}", {})[domain] = sum(sum(r.committed) for r in records) / sum(len(r.committed) for r in records)
+    if hasattr(drafter.args, "block_size"):
+        found["recall"] = recall(module, target, drafter, [p for texts in prompts.values() for p in texts])
+    return found
+
+
+def rows(name, n):
+    """Trains and measures one group -> [(label, minutes of training, numbers)]."""
+    file, common, variants, drafting = GROUPS[name]
+    module, target, data, found = load_method(file), None, None, []
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for label, flags in variants.items():
+        ckpt = Path("out/ablate") / f"{name}-{slug(label)}.pt"
+        if not ckpt.exists():
+            subprocess.run([sys.executable, module.__file__, "--train", "--ckpt", str(ckpt), "--prompts", "1", "--max_new_tokens", "8",
+                            *common, *flags], check=True, env=env)
+        if target is None:
+            _, target, drafter = prepare(module, ckpt=str(ckpt))
+            data = train.load_data(None, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
+        found.append((label, training_minutes(ckpt), measured(module, target, data, n, ckpt=str(ckpt))))
+        for other, (variant, settings) in drafting.items():
+            if variant == label:
+                found.append((other, None, measured(module, target, data, n, ckpt=str(ckpt), **settings)))
+    return found
+
+
+def markdown(name, found):
+    file, common, _, _ = GROUPS[name]
+    domains = list(found[0][2]["0"])
+    lines = [f"**{file}{', ' + ' '.join(common).strip('-') if common else ''}**", "",
+             "| | " + " | ".join(f"{d} τ" for d in domains) + " | mean | T = 1: " + " | ".join(f"{d} τ" for d in domains)
+             + " | mean | trained in |", "|---|" + "---|" * (2 * len(domains) + 3)]
+    for label, minutes, numbers in found:
+        cells = []
+        for T in ("0", "1"):
+            tau = list(numbers[T].values())
+            cells += [f"{t:.2f}" for t in tau] + [f"**{sum(tau) / len(tau):.2f}**"]
+        lines.append(f"| {label} | " + " | ".join(cells) + f" | {f'{minutes:.1f} min' if minutes else 'as above'} |")
+    if name == "dflash2":
+        lines += ["", "The target's own token is among the K likeliest of slot 1, 2, 4, 8, 15 (greedy rounds; the selector's ceiling):", ""]
+        for label, _, numbers in found[:4]:
+            picked = {k: " ".join(f"{shares[i - 1]:.2f}" for i in (1, 2, 4, 8, 15)) for k, shares in numbers["recall"].items()}
+            lines.append(f"- {label}: " + "; ".join(f"K = {k}: {shares}" for k, shares in picked.items()))
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", default=[""])
+    parser.add_argument("--prompts", type=int, default=12, help="per domain [12]")
+    parser.add_argument("--no-write", action="store_true", help="leave README.md alone")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    store = Path("out/ablate/numbers.json")
+    numbers = json.loads(store.read_text()) if store.exists() else {}
+    for name in GROUPS:
+        if any(name.startswith(g) for g in options.groups):
+            numbers[name] = rows(name, options.prompts)
+            store.write_text(json.dumps(numbers))
+            print(markdown(name, json.loads(store.read_text())[name]), flush=True)
+    if not options.no_write:
+        text = "\n\n".join(markdown(name, json.loads(store.read_text())[name]) for name in GROUPS if name in numbers)
+        before, rest = (ROOT / "README.md").read_text().split("<!-- ablations -->")
+        after = rest.split("<!-- /ablations -->")[1]
+        (ROOT / "README.md").write_text(f"{before}<!-- ablations -->\n{text}\n<!-- /ablations -->{after}")
+
+
+if __name__ == "__main__":
+    train.command(main)
