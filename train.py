@@ -735,7 +735,9 @@ class Run:
     def __iter__(self):
         show = self.rank == 0
         bar = tqdm(total=self.args.steps, initial=self.first, desc=f"training {self.args.name}", disable=not show, smoothing=0.05)
-        log = open(self.path.with_suffix(".jsonl"), "a") if show and not self.path.parent.mkdir(parents=True, exist_ok=True) else None
+        if show:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        log = open(self.path.with_suffix(".jsonl") if show else os.devnull, "a")  # noqa: SIM115  # closed below
         began = spoke = time.time()
         done, interrupts = self.first, []
 
@@ -755,9 +757,8 @@ class Run:
                     loss = sum(self.losses) / max(1, len(self.losses))
                     bar.set_postfix_str(f"loss {loss:.3f}")
                     self.losses.clear()
-                    if log:
-                        log.write(json.dumps({"step": done, "loss": round(loss, 4), "seconds": round(time.time() - began, 1)}) + "\n")
-                        log.flush()
+                    log.write(json.dumps({"step": done, "loss": round(loss, 4), "seconds": round(time.time() - began, 1)}) + "\n")
+                    log.flush()
                     if not math.isfinite(loss):
                         raise UserError(f"the loss is {loss} at step {done}: try a smaller --lr")
                 if self.agreed(interrupts) and done < self.args.steps:
@@ -774,8 +775,7 @@ class Run:
         finally:
             signal.signal(signal.SIGINT, handler)
             bar.close()
-            if log:
-                log.close()
+            log.close()
 
     def agreed(self, interrupts):
         """Whether any process was interrupted: they stop after the same step or not at all."""

@@ -91,7 +91,7 @@ def rows(name, n):
             subprocess.run([sys.executable, module.__file__, "--train", "--ckpt", str(ckpt), "--prompts", "1", "--max_new_tokens", "8",
                             *common, *flags], check=True, env=env)
         if target is None:
-            _, target, drafter = prepare(module, ckpt=str(ckpt))
+            _, target, _drafter = prepare(module, ckpt=str(ckpt))
             data = train.load_data(None, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
         found.append((label, training_minutes(ckpt), measured(module, target, data, n, ckpt=str(ckpt))))
         for other, (variant, settings) in drafting.items():

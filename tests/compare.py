@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ def calibration(module, target, drafter, prompts, bins=10):
     for prompt in prompts:
         seen = []
 
-        def wrapped(target, anchor, law=None):
+        def wrapped(target, anchor, law=None, seen=seen):
             top = drafter.read(target, drafter.state).softmax(-1).topk(4)
             seen.append((top.values[0].tolist(), top.indices[0].tolist()))
             return draft(target, anchor, law)
@@ -101,7 +102,7 @@ def sweep(module, target, prompts, name, values, temperature=0.0, **others):
     rows = []
     for value in values:
         _, _, drafter = prepare(module, target, **{name: value}, **others)
-        numbers, _ = verify.measure(target, lambda p, *k: module.generate(target, drafter, p, *k), prompts, 96, temperature)
+        numbers, _ = verify.measure(target, partial(module.generate, target, drafter), prompts, 96, temperature)
         rows.append((value, numbers["tau"], numbers["speedup"]))
         print(f"{module.__name__} {name}={value} T={temperature:g}: tau {numbers['tau']:.2f}, speedup {numbers['speedup']:.2f}", flush=True)
     return rows
@@ -256,8 +257,8 @@ def main():
             if name in methods:
                 extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (16, 24, 32, 48))
                 extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 8, 12, 16))
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), platform.processor()) \
-        if Path("/proc/cpuinfo").exists() else platform.processor()
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = next((line.split(":")[1].strip() for line in known.splitlines() if "model name" in line), platform.processor())
     hardware = (f"{torch.get_num_threads()} threads of {cpu}, {next(iter(results.values()))['numbers']['dtype']}, PyTorch {torch.__version__}, "
                 f"Python {platform.python_version()}; {options.prompts} held-out prompts per domain, up to {options.max_new_tokens} new tokens each; "
                 f"speedup of all tokens, quartiles over prompts in brackets")

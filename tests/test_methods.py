@@ -109,7 +109,8 @@ def test_slot_k_is_trained_on_token_anchor_plus_k(name, target, monkeypatch):
     V = target.config.vocab_size
     for shift, perfect in ((0, True), (1, False), (-1, False)):
         said = torch.stack([idx[0, a + 1 + shift:a + 5 + shift] for a in anchors])
-        monkeypatch.setattr(target, "head", lambda x: 1e3 * torch.nn.functional.one_hot(said, V)[None].double() if x.shape[1] == 3 else x @ target.wte.weight.T)
+        monkeypatch.setattr(target, "head", lambda x, said=said: 1e3 * torch.nn.functional.one_hot(said, V)[None].double()
+                            if x.shape[1] == 3 else x @ target.wte.weight.T)
         assert (drafter(target, idx).item() < 1e-6) == perfect
 
 
@@ -201,7 +202,7 @@ def test_eagle1_tree_is_the_published_one(target):
 @torch.inference_mode()
 def test_dynamic_tree_holds_the_best_values(name, target):
     """With room for everything to be expanded, the tree is the set of the N - 1 best path values, found here by brute force."""
-    session, drafter, draft, _ = a_round(name, target, width=3, beam=9, depth=2, n_nodes=9)
+    session, drafter, _, _ = a_round(name, target, width=3, beam=9, depth=2, n_nodes=9)
     shaken(drafter)
     drafter.width, drafter.beam = 3, 3  # beam <= width: with depth 1 every node of the first level is expanded
     drafter.args.depth = 1
@@ -255,9 +256,9 @@ def test_dynamic_tree_is_connected_under_ties(name, drawn, target):
 @torch.inference_mode()
 def test_best_first_tree_is_the_best(name, N, target):
     """The heap finds the N - 1 likeliest prefixes of all, found here by brute force."""
-    session, drafter, draft, _ = a_round(name, target, block_size=4, tree=N, **({"n_candidates": 4} if name == "dflash2" else {}))
+    _, drafter, draft, _ = a_round(name, target, block_size=4, tree=N, **({"n_candidates": 4} if name == "dflash2" else {}))
     shaken(drafter)
-    session, drafter, draft, _ = a_round(name, target, drafter=drafter)
+    _, drafter, draft, _ = a_round(name, target, drafter=drafter)
     found = {}
     best_first = drafter.best_first
     drafter.best_first = lambda *a: found.update(args=a) or best_first(*a)
@@ -350,7 +351,7 @@ def test_selector_returns_the_law_it_drew_from(target):
     _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
     shaken(drafter)
     torch.nn.init.normal_(drafter.B.weight)
-    session, drafter, draft, _ = a_round("dflash2", target, drafter=drafter, temperature=1.0)
+    session, drafter, _, _ = a_round("dflash2", target, drafter=drafter, temperature=1.0)
     torch.manual_seed(0)
     anchor, count, law, n = session.anchor.clone(), {}, {}, 4000
     for _ in range(n):

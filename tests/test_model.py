@@ -8,7 +8,7 @@ from helpers import tiny, topology
 
 from model import KVCache, load_gpt2
 
-EXACT = dict(rtol=0, atol=1e-12)
+EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def tokens(n, V=7, seed=0):

@@ -7,6 +7,7 @@ enumeration (short chains), and by chi-square (everything; a test raises a false
 import dataclasses
 import importlib
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_decisions_off_the_path_play_no_part():
     law, n_runs = torch.zeros(V, V, V, dtype=torch.float64), 0
     for draft, at, chance in zip(tokens, code.tolist(), weight.tolist()):
         p, q = (torch.stack([T[d].view(-1, V)[c] for d, c in zip(t.depth.tolist(), at)]) for T in (P, Q))
-        for branch, (path, n, bonus) in every_run(lambda: verify_tree(p, Tree(draft, t, q))):
+        for branch, (path, n, bonus) in every_run(partial(verify_tree, p, Tree(draft, t, q))):
             new = draft[path[1:n]].tolist() + [bonus.item()]
             rest = P[len(new):]
             after = joint([T[tuple(new)] for T in rest]) if rest else torch.ones((), dtype=torch.float64)
@@ -233,7 +234,7 @@ def test_wrong_residual(rule, residual, monkeypatch):
 def test_wrong_replacement_flag():
     """Siblings drawn without replacement and verified as if independent, and the other way round."""
     for replacement in (False, True):
-        assert bias(verify_tree, SIBLINGS, lambda P, Q: output_law(
+        assert bias(verify_tree, SIBLINGS, lambda P, Q, replacement=replacement: output_law(
             verify_tree, SIBLINGS, P, Q, replacement, told=not replacement)[0], replacement=replacement) > 0.01
 
 
@@ -248,7 +249,7 @@ def test_wrong_duplicates_dropped():
         return t, tokens[m, :N], code[m, :N], weight[m]
 
     assert bias(verify_tree, two, lambda P, Q: sum(output_law(
-        verify_tree, two, P, Q, True, change=lambda *d: merge(*d, equal))[0] for equal in (True, False)), replacement=True) > 0.003
+        verify_tree, two, P, Q, True, change=partial(merge, equal=equal))[0] for equal in (True, False)), replacement=True) > 0.003
 
 
 @pytest.mark.parametrize("rule", [verify_chain, verify_block, verify_tree])
@@ -292,7 +293,7 @@ def test_accepts_at_the_edges(monkeypatch):
     """Never at p = 0 or q = 0, always at p >= q > 0, whatever the uniform number is, 0 included."""
     p, q = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.2, 1e-300]), torch.tensor([0.5, 0.0, 0.0, 0.5, 0.1, 1e-30])
     for u in (0.0, 0.5, 1 - 2 ** -53):
-        monkeypatch.setattr(torch, "rand", lambda shape, **kw: torch.full(shape, u, **kw))
+        monkeypatch.setattr(torch, "rand", lambda shape, u=u, **kw: torch.full(shape, u, **kw))
         got = verify.accepts(p.double(), q.double()).tolist()
         assert got[:5] == [False, False, False, True, True]
 
@@ -312,7 +313,7 @@ def test_sample_at_the_edges(monkeypatch):
     w = torch.tensor([[0, 0, 1e-30, 0, 3.0, 0], [0.1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1e-300], [0, 1 / 3, 1 / 3, 1 / 3, 0, 0]],
                      dtype=torch.float64)
     for u in (0.0, 1e-17, 0.3, 1 - 2 ** -53):
-        monkeypatch.setattr(torch, "rand", lambda shape, **kw: torch.full(shape, u, **kw))
+        monkeypatch.setattr(torch, "rand", lambda shape, u=u, **kw: torch.full(shape, u, **kw))
         x = verify.sample(w)
         assert (w.gather(1, x[:, None]) > 0).all()
 
@@ -576,7 +577,7 @@ def test_seeds(target, case):
 # ---------------------------------------------------------------------------------------------------------------------
 SKEWS = {"the same": lambda z: z, "sharper": lambda z: 3 * z, "flatter": lambda z: 0.3 * z, "opposite": lambda z: -z}
 CONTROLS = [(0.5, None, None), (1.0, None, None), (1.5, 3, None), (1.0, None, 0.8), (1.5, 4, 0.9)]
-SMOOTH = dict(vocab_size=4, max_seq_len=12, n_layer=2, scale=0.35)
+SMOOTH = {"vocab_size": 4, "max_seq_len": 12, "n_layer": 2, "scale": 0.35}
 
 
 @pytest.mark.parametrize("rule", [verify_chain, verify_block])
@@ -636,7 +637,7 @@ def test_plain_law():
     target = tiny(**SMOOTH)
     for controls in CONTROLS[1:3]:
         law = target_law(target, [2, 1], 3, *controls)
-        assert frequencies(lambda: verify.autoregressive(target, [2, 1], 3, *controls), law, 450) > FALSE_ALARM
+        assert frequencies(partial(verify.autoregressive, target, [2, 1], 3, *controls), law, 450) > FALSE_ALARM
 
 
 def test_chi_square_notices():
