@@ -102,7 +102,7 @@ class DynamicConv(nn.Module):
         """x (b, T, d), whole blocks. Slot 0 has no predecessor in its block, slot 1 reads the anchor."""
         blocks = x.unflatten(1, (-1, self.block_size))
         before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)
-        return kernel[0] * x + kernel[1] * before
+        return torch.addcmul(kernel[0] * x, kernel[1], before)
 
 
 class Layer(nn.Module):

@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,6 +171,15 @@ def test_no_held_out_problem_is_trained_on():
     for seed in (1234, 99, 100, 101):
         held = bodies(train.math_texts(400, seed, True))
         assert len(held) == 400 and not held & trained
+
+
+def test_every_kind_of_problem_is_trained_on_about_equally():
+    """Kinds with few different problems repeat them in training; held-out problems are distinct."""
+    kinds = Counter(re.sub(r"\d+", "0", q.split()[1]) for q, _, _ in train.math_texts(12000, 1234, False))
+    kinds["a name"] = sum(kinds.pop(name, 0) for name in train.NAMES)  # two kinds start so
+    assert len(kinds) == 8 and all(n > 0.09 * 12000 for n in kinds.values())
+    held = [q.split(" ", 1)[1] for q, _, _ in train.math_texts(400, 99, True)]
+    assert len(set(held)) == len(held)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,6 +635,29 @@ def test_interrupting_saves_and_says_how_to_go_on(folder):
     assert process.returncode not in (0, None) and "--resume" in line
     step = train.load(folder / "out" / "target.pt", "target")["step"]
     assert 10 <= step < 100000 and f"after step {step};" in line
+
+
+def test_interrupting_one_of_two_processes_stops_both(folder):
+    """Ctrl-C reaches processes at different steps: they agree on the last one, and each ends in its one line."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    both = [subprocess.Popen(
+        [sys.executable, ROOT / "train.py", "--steps", "100000", *TINY], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**ENV, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        for rank in range(2)]
+    try:
+        log = folder / "out" / "target.jsonl"
+        while both[0].poll() is None and not (log.exists() and log.read_text().strip()):
+            time.sleep(0.1)
+        both[1].send_signal(signal.SIGINT)
+        errors = [process.communicate(timeout=120)[1] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    step = train.load(folder / "out" / "target.pt", "target")["step"]
+    for process, err in zip(both, errors):
+        assert process.returncode not in (0, None) and f"after step {step};" in one_line(err)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_without_a_checkpoint(folder, monkeypatch, capsys):
