@@ -51,14 +51,14 @@ from verify import Session, Topology, Tree, chain, sample
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(600, "optimiser steps")
+    steps: int = flag(700, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 6e-4)")
-    block_size: int = flag(16, "B: anchor and masks, B - 1 drafted tokens (published: 16)")
+    block_size: int = flag(16, "B: anchor and masks, B - 1 drafted tokens (published: 16)", redraft=True)
     n_draft_layer: int = flag(3, "draft layers (published: 5, of targets with 36 and more)")
     n_taps: int = flag(5, "target layers whose features are fused (published: 5)")
-    n_anchors: int = flag(16, "blocks per training sequence")
+    n_anchors: int = flag(32, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
     argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
     tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False)

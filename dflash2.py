@@ -30,7 +30,8 @@ Glossary
     python dflash2.py --bench --json               measurements only
     python dflash2.py --bench --tree 24            a best-first tree over the selector's scores (DDTree, arXiv 2604.12989)
 
-Both additions start as no-ops, so an untrained DFlash-2 is exactly the DFlash it is started from (--init_from out/dflash.pt).
+Both additions start as no-ops, so an untrained DFlash-2 drafts the greedy chains of the DFlash it is started from (--init_from
+out/dflash.pt).
 
 Left out: the published models' vocabulary entry for MASK, serving many requests at once.
 """
@@ -52,24 +53,24 @@ from train import (
     flag,
     get_target,
     launch,
-    warm_start,
+    load,
 )
 from verify import Session, Topology, Tree, chain, sample
 
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(600, "optimiser steps")
+    steps: int = flag(700, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 6e-4)")
-    block_size: int = flag(16, "B: anchor and masks, B - 1 drafted tokens (published: 16)")
+    block_size: int = flag(16, "B: anchor and masks, B - 1 drafted tokens (published: 16)", redraft=True)
     n_draft_layer: int = flag(3, "draft layers (published: 5, of targets with 36 and more)")
     n_taps: int = flag(5, "target layers whose features are fused (published: 5)")
-    n_anchors: int = flag(16, "blocks per training sequence")
+    n_anchors: int = flag(32, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
     argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
-    n_candidates: int = flag(16, "K: tokens kept per slot (published: 16)")
+    n_candidates: int = flag(16, "K: tokens kept per slot (published: 16)", redraft=True)
     rank: int = flag(32, "r: width of the selector's tables")
     no_conv: bool = flag(False, "ablation: without the convolutions")
     no_selector: bool = flag(False, "ablation: without the path selector")
@@ -155,6 +156,8 @@ class Drafter(nn.Module):
         super().__init__()
         if not 2 <= args.block_size < args.seq_len:
             raise UserError(f"--block_size {args.block_size}: it has to be at least 2, and smaller than --seq_len {args.seq_len}")
+        if config.n_embd % 16 and not args.no_conv:
+            raise UserError(f"the convs work on groups of 16 channels, and this target has {config.n_embd}: use --no_conv")
         self.args, d, L = args, config.n_embd, config.n_layer
         self.config = config
         n = min(args.n_taps, L)
@@ -165,20 +168,33 @@ class Drafter(nn.Module):
         self.mask = nn.Parameter(torch.randn(d) * 0.02)
         self.layers = nn.ModuleList([Layer(config, args) for _ in range(args.n_draft_layer)])
         self.norm = nn.LayerNorm(d, bias=False)
-        self.A = nn.Embedding(config.vocab_size, args.rank)
-        self.B = nn.Embedding(config.vocab_size, args.rank)
-        self.gate = nn.Linear(d, args.rank, bias=False)               # W_h
+        if not args.no_selector:
+            self.A = nn.Embedding(config.vocab_size, args.rank)
+            self.B = nn.Embedding(config.vocab_size, args.rank)
+            self.gate = nn.Linear(d, args.rank, bias=False)           # W_h
+            nn.init.normal_(self.A.weight)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / (2 * args.n_draft_layer) ** 0.5 if name.endswith("proj.weight") else 0.02)
             if name == "B.weight" or name.endswith("dynamic.weight"):
                 nn.init.zeros_(p)                                     # no-ops to start with
-        nn.init.normal_(self.A.weight)
 
     def pair_scores(self, h, U, candidates, before):
         """S_t(a, b) for b among the candidates (..., K) with logits U (..., K), a in before (..., n), h (..., d) -> (..., n, K)."""
         gated = self.A(before) * self.gate(h)[..., None, :]
         return U[..., None, :] + gated @ self.B(candidates).mT
+
+    def start_from(self, path, target):
+        """Takes the weights of a DFlash checkpoint for the same target; convs and selector stay the no-ops they are."""
+        checkpoint = load(path, "dflash")
+        own = self.state_dict()
+        added = {name for name in own if ".convs." in name or name in ("A.weight", "B.weight", "gate.weight")}
+        theirs = {name: w.shape for name, w in checkpoint["model"].items()}
+        if checkpoint["target"] != target.fingerprint:
+            raise UserError(f"--init_from {path}: was trained for another target")
+        if theirs != {name: w.shape for name, w in own.items() if name not in added}:
+            raise UserError(f"--init_from {path}: holds a drafter of another shape")
+        self.load_state_dict(checkpoint["model"], strict=False)
 
     def context(self, h):
         """The fused features H (b, T, d) of taps h, each (b, T, d); shared by all layers."""
@@ -229,7 +245,7 @@ class Drafter(nn.Module):
     def selector_loss(self, h, U, p, label):
         """Cross-entropy over the K candidates of every slot, given the true token before it: h (b, A, B-1, d), U and p
         (b, A, B-1, V), label (b, A, B) -> (b, A, B-1). Mass of p outside the candidates is skipped: no path can go there."""
-        U_top, candidates = U.topk(self.args.n_candidates)
+        U_top, candidates = U.topk(min(self.args.n_candidates, U.shape[-1]))
         if self.args.insert_gold:
             gold = label[:, :, 1:, None]
             missing = (candidates != gold).all(-1, keepdim=True)
@@ -311,7 +327,9 @@ class Drafter(nn.Module):
 def train(args):
     target, data = get_target(args)
     torch.manual_seed(args.seed)
-    drafter = warm_start(Drafter(target.config, args), args.init_from).to(args.device)
+    drafter = Drafter(target.config, args).to(args.device)
+    if args.init_from and not args.resume:
+        drafter.start_from(args.init_from, target)
     optimiser = Optimiser(drafter, args.lr, args.steps)
     run = drafter_run(args, target, data, drafter, optimiser, generate)
     for step in run:

@@ -40,9 +40,9 @@ from torch import nn
 
 from model import causal, rope_angles, rotate
 from train import CommonArgs, Optimiser, command, drafter_run, flag, get_target, launch
-from verify import Session, Topology, Tree
+from verify import Session, Topology, Tree, norm, sample
 
-A = 0.8  # share of drawn children that are accepted, roughly
+ALPHA = 0.8  # share of drawn children that are accepted, roughly
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Args(CommonArgs):
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 3e-5)")
     noise: float = flag(0.1, "uniform noise on the input features (published: 0.1)")
     w_cls: float = flag(0.1, "weight of the cross-entropy beside the feature loss (published: 0.1)")
-    unshifted: bool = flag(False, "ablation: pair f_j with t_j, which f_j knows already, instead of t_{j+1}")
+    no_token: bool = flag(False, "ablation: features alone, without the token that followed")
     width: int = flag(4, "k: children of an expanded node (published: 10)", trained=False)
     beam: int = flag(2, "m: nodes expanded per level (published: k)", trained=False)
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
     n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60)", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
-                         "0: a deterministic tree, 9: all drawn (published)", trained=False)
+                         "0: a deterministic tree (published), --width or more: all drawn", trained=False)
 
 
 class Layer(nn.Module):
@@ -88,17 +88,21 @@ class Layer(nn.Module):
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
-    is accepted about as often whatever it is: its confidence is A for the first, A (1-A) for the second that is tried ..."""
+    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
     log_c = logits.log_softmax(-1)  # raw confidences: temperature is a matter of q
-    if law is None or drawn == 0:
+    if drawn == 0:
         top = log_c.topk(k)
         return top.indices, top.values, None
-    q = law(logits)
-    first = (q / -torch.rand_like(q).log()).topk(min(drawn, k)).indices  # an exponential race: the order of arrival
+    q = left = law(logits)
+    first = []
+    for _ in range(min(drawn, k)):
+        first.append(sample(left)[:, None])
+        left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))  # where nothing is left, any token will do
+    first = torch.cat(first, 1)
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
     s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
-    log_a = (math.log(A) + s * math.log(1 - A)).expand(first.shape)
-    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - A)], 1), q
+    log_a = (math.log(ALPHA) + s * math.log(1 - ALPHA)).expand(first.shape)
+    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - ALPHA)], 1), q
 
 
 class Drafter(nn.Module):
@@ -124,7 +128,8 @@ class Drafter(nn.Module):
     def advance(self, target, f, tokens, angles, attend):
         """One pass: features f (b, T, d), the tokens (b, T) that followed them, and the angles of their positions -> f̂ (b, T, d), one
         position further."""
-        return self.layer(self.fc(torch.cat([target.embed(tokens), f], -1)), angles, attend)
+        e = target.embed(tokens) * (not self.args.no_token)
+        return self.layer(self.fc(torch.cat([e, f], -1)), angles, attend)
 
     def read(self, target, f_hat):
         """Draft logits of states (..., d)."""
@@ -135,7 +140,7 @@ class Drafter(nn.Module):
         with torch.no_grad():
             logits, (f,) = target(idx, taps=self.taps)
         noisy = f[:, :-1] + (torch.rand_like(f[:, :-1]) * 2 - 1) * self.args.noise
-        tokens = idx[:, :-1] if self.args.unshifted else idx[:, 1:]
+        tokens = idx[:, 1:]
         angles = self.angles(torch.arange(tokens.shape[1], device=idx.device))
         f_hat = self.advance(target, noisy, tokens, angles, partial(F.scaled_dot_product_attention, is_causal=True))
         p = logits[:, 1:].float().softmax(-1)
@@ -166,9 +171,8 @@ class Drafter(nn.Module):
         there. The last position gives f̂ at the anchor."""
         P = len(new.tokens) - 1
         slots = new.start + self.cache.index[:P]
-        tokens = new.tokens[:-1] if self.args.unshifted else new.tokens[1:]
         sees = causal(P, self.state.device, self.state.dtype)
-        f_hat = self.advance(target, new.h[0][None], tokens[None], self.table.index_select(1, slots), self.cached(slots, sees))
+        f_hat = self.advance(target, new.h[0][None], new.tokens[None, 1:], self.table.index_select(1, slots), self.cached(slots, sees))
         self.cache.pos += new.n
         self.state.copy_(f_hat[0].index_select(0, new.n[None] - 1))
 
@@ -244,7 +248,7 @@ def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=Non
         s.verify(tree, logits[0], [x[0] for x in h])
         drafter.absorb(target, s.committed)
 
-    return s.run(lambda: drafter.draft(target, s.anchor, s.law), verify)
+    return s.run(lambda: drafter.draft(target, s.anchor, s.law if temperature else None), verify)
 
 
 def main():

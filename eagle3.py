@@ -54,9 +54,9 @@ from train import (
     get_target,
     launch,
 )
-from verify import Session, Topology, Tree
+from verify import Session, Topology, Tree, norm, sample
 
-A = 0.8  # share of drawn children that are accepted, roughly
+ALPHA = 0.8  # share of drawn children that are accepted, roughly
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Args(CommonArgs):
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
     n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60)", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
-                         "0: a deterministic tree, 9: all drawn (published)", trained=False)
+                         "0: a deterministic tree (published), --width or more: all drawn", trained=False)
 
 
 class Layer(nn.Module):
@@ -103,17 +103,21 @@ class Layer(nn.Module):
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
-    is accepted about as often whatever it is: its confidence is A for the first, A (1-A) for the second that is tried ..."""
+    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
     log_c = logits.log_softmax(-1)  # raw confidences: temperature is a matter of q
-    if law is None or drawn == 0:
+    if drawn == 0:
         top = log_c.topk(k)
         return top.indices, top.values, None
-    q = law(logits)
-    first = (q / -torch.rand_like(q).log()).topk(min(drawn, k)).indices  # an exponential race: the order of arrival
+    q = left = law(logits)
+    first = []
+    for _ in range(min(drawn, k)):
+        first.append(sample(left)[:, None])
+        left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))  # where nothing is left, any token will do
+    first = torch.cat(first, 1)
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
     s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
-    log_a = (math.log(A) + s * math.log(1 - A)).expand(first.shape)
-    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - A)], 1), q
+    log_a = (math.log(ALPHA) + s * math.log(1 - ALPHA)).expand(first.shape)
+    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - ALPHA)], 1), q
 
 
 def unrolled(keys, values, q, k, v):
@@ -288,7 +292,7 @@ def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=Non
         s.verify(tree, logits[0], [x[0] for x in h])
         drafter.absorb(target, s.committed)
 
-    return s.run(lambda: drafter.draft(target, s.anchor, s.law), verify)
+    return s.run(lambda: drafter.draft(target, s.anchor, s.law if temperature else None), verify)
 
 
 def main():

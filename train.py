@@ -334,12 +334,12 @@ SHARE = {"math": 0.5, "code": 0.3, "prose": 0.2, "text": 1.0}  # of the sequence
 class Data:
     """The corpus as tokens, and what training and measuring take from it.
 
-    tokens[domain][side]: (n,) int64, documents separated by END; starts: where a line or a document begins, so that
-    sequences begin as prompts do; bytes: the size in UTF-8, for losses per byte.
+    tokens[domain, side]: (n,) int64, documents separated by END; starts: where a line or a document begins, so that
+    sequences begin as prompts do.
     """
     def __init__(self, corpus, enc, seq_len, quiet=False):
         self.enc, self.seq_len, self.corpus = enc, seq_len, corpus
-        self.tokens, self.starts, self.bytes = {}, {}, {}
+        self.tokens, self.starts = {}, {}
         newline = torch.tensor([b"\n" in enc.decode_single_token_bytes(i) for i in range(enc.n_vocab - 1)] + [True])
         for domain in tqdm(corpus, "encoding", leave=False, disable=quiet):
             for side, documents in corpus[domain].items():
@@ -347,12 +347,11 @@ class Data:
                 t = torch.tensor(ids)
                 if len(t) <= seq_len:
                     raise UserError(f"the {side} part of the corpus ({domain}) has {len(t)} tokens, fewer than one sequence of "
-                                    f"--seq_len {seq_len}: give more text or a smaller --seq_len")
+                                    f"--seq_len {seq_len}: give more text, or a smaller --seq_len to train.py and then to the method")
                 is_start = t == enc.eot_token if domain == "math" else newline[t]
                 start = torch.cat([torch.zeros(1, dtype=torch.long), is_start.nonzero()[:, 0] + 1])
                 start = start[start < len(t) - seq_len]
                 self.tokens[domain, side], self.starts[domain, side] = t, start
-                self.bytes[domain, side] = sum(len(d.encode()) for d in documents)
         self.domains = list(corpus)
 
     def batch(self, step, batch_size, seed=0, side="train", domain=None):
@@ -452,9 +451,10 @@ class Optimiser:
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line: the flags that all commands share
 # ---------------------------------------------------------------------------------------------------------------------
-def flag(default, help, trained=True):
-    """A field of Args. trained: a checkpoint remembers it (False for what only drafting uses, and may differ from run to run)."""
-    return field(default=default, metadata={"help": help, "trained": trained})
+def flag(default, help, trained=True, redraft=False):
+    """A field of Args. trained: a checkpoint remembers it, and it may be given in training only (False: it is for drafting, and may
+    differ from run to run; redraft: it may be given in both)."""
+    return field(default=default, metadata={"help": help, "trained": trained, "redraft": redraft})
 
 
 @dataclass
@@ -523,18 +523,19 @@ def parse(Args, doc, kind, argv=None):
     need(getattr(args, "seq_len", 16) >= 16, "--seq_len has to be at least 16")
     need(args.top_p is None or 0 < args.top_p <= 1, f"--top_p lies above 0 and at most at 1, not {args.top_p}")
     need(getattr(args, "lr", 1) > 0, f"--lr has to be positive, not {getattr(args, 'lr', 1)}")
-    need(not hasattr(args, "n_head") or args.n_embd % args.n_head == 0, "--n_head has to divide --n_embd")
+    need(not hasattr(args, "n_head") or args.n_embd % (2 * args.n_head) == 0, "--n_embd has to be an even multiple of --n_head")
     need(getattr(args, "vocab_size", 512) > 300, "--vocab_size has to exceed 300: 256 bytes come first")
     need(args.prompt != "", "--prompt is empty: give at least one character")
     need(args.data != "", "--data is empty: give a text file or a folder")
     need(kind != "target" or not given.keys() & {"bench", "json", "verbose", "prompts"},
          "train.py trains and continues text; --bench, --json, --verbose and --prompts belong to a method, e.g. python dflash.py --bench")
     if kind != "target":
-        training, idle = args.train or args.resume, given.keys() & {"steps", "batch_size", "lr"}
+        training = args.train or args.resume
+        idle = [f.name for f in fields(Args)[len(fields(CommonArgs)):] if f.name in given and f.metadata["trained"] and not f.metadata["redraft"]]
         need(args.bench or training or not args.json, "--json is the report's: give --bench or --train with it")
         need(args.prompt is None or not (args.bench or args.json),
              "--prompt continues one text and reports nothing: leave --bench and --json out")
-        need(training or not idle, f"--{min(idle, default='')} is for training: give --train with it")
+        need(training or not idle, f"--{''.join(idle[:1])} is a matter of training: give --train with it")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -559,6 +560,8 @@ def parse(Args, doc, kind, argv=None):
         args.ckpt = f"out/{kind}{suffix}.pt"
     need(not Path(args.ckpt).is_dir(), f"--ckpt {args.ckpt} is a folder: give the name of a file in it")
     need(not any(p.is_file() for p in Path(args.ckpt).parents), f"--ckpt {args.ckpt}: part of this path is a file, not a folder")
+    if (args.train or kind == "target") and Path(args.ckpt).exists():
+        load(args.ckpt, kind)  # what is overwritten is a checkpoint of the same kind
     if args.resume:
         need(Path(args.ckpt).exists(), f"--resume: there is no {args.ckpt} yet; leave --resume out")
         args.train = True
@@ -737,7 +740,7 @@ class Run:
         bar = tqdm(total=self.args.steps, initial=self.first, desc=f"training {self.args.name}", disable=not show, smoothing=0.05)
         if show:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        log = open(self.path.with_suffix(".jsonl") if show else os.devnull, "a")  # noqa: SIM115  # closed below
+        log = open(self.path.with_suffix(".jsonl") if show else os.devnull, "a" if self.first else "w")  # noqa: SIM115  # closed below
         began = spoke = time.time()
         done, interrupts = self.first, []
 
@@ -806,18 +809,6 @@ def drafter_run(args, target, data, drafter, optimiser, generate):
         print(f"{args.name}: {own:.2f} M trainable parameters beside a target of {whole:.2f} M", flush=True)
     extra = {"kind": drafter.kind, "config": asdict(target.config), "target": target.fingerprint}
     return Run(args, drafter, optimiser, lambda: extra, probe)
-
-
-def warm_start(module, path):
-    """Loads what fits from the checkpoint at path into module, if a path is given."""
-    if path is not None:
-        try:
-            unknown = module.load_state_dict(load(path)["model"], strict=False).unexpected_keys
-        except RuntimeError:
-            unknown = True
-        if unknown:
-            raise UserError(f"--init_from {path}: holds a drafter of another shape")
-    return module
 
 
 def has_bf16():
@@ -985,10 +976,8 @@ def show(method, args, target, drafter, enc, prompt):
             print(f"round {i}: drafted {drafted} deep; accepted {len(accepted)}: {accepted}; the target adds {supplied}")
             at += kept
 
-    def seconds(r):
-        return r.seconds["draft"] + r.seconds["verify"]
     if record.committed and plain.committed:
-        speed, base = sum(record.committed) / seconds(record), sum(plain.committed) / seconds(plain)
+        speed, base = (sum(r.committed) / r.seconds["rounds"] for r in (record, plain))
         same = f"; equal to plain decoding: {record.tokens == plain.tokens}" if args.temperature == 0 else ""
         print(f"\n(marked: drafted and accepted; the rest is the target's) tau {record.tau:.2f}, {speed:.0f} tokens/s, "
               f"plain decoding {base:.0f} tokens/s, speedup {speed / base:.2f}{same}")

@@ -40,9 +40,10 @@ def sample(w):
 
 
 def probs(logits, temperature=1.0, top_k=None, top_p=None):
-    """logits (..., V) -> the law that is sampled from: softmax at a temperature > 0, cut to the top_k tokens and then to the
-    smallest set of mass top_p, renormalised."""
-    logits = (logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits) / temperature
+    """logits (..., V) -> the law that is sampled from: softmax at a temperature > 0, cut to the top_k tokens (and those that tie
+    with the last of them) and then to the smallest set of mass top_p, renormalised."""
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0: nothing overflows, however cold
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
     p = logits.softmax(-1)
@@ -218,12 +219,12 @@ class Committed:
 class Record:
     """One generation. tokens: the new ones, at most max_new_tokens, the first stop token included; from_draft: which of them
     were drafted and accepted; rounds: (drafted depth, accepted) per target pass, prefill excluded; committed: tokens kept per
-    round; seconds: "prefill", "draft", "verify"."""
+    round; seconds: "prefill", "draft", "verify", and "rounds", the wall time of all rounds, whatever it was spent on."""
     tokens: list = field(default_factory=list)
     from_draft: list = field(default_factory=list)
     rounds: list = field(default_factory=list)
     committed: list = field(default_factory=list)
-    seconds: dict = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0})
+    seconds: dict = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rounds": 0.0})
 
     @property
     def tau(self):
@@ -332,6 +333,7 @@ class Session:
         On CUDA both are captured as graphs after two rounds, which have warmed everything up, and replayed from then on: what
         passes from one round to the next (anchor, caches, the drafter's state) is written in place.
         """
+        started = time.perf_counter()
         while not self.done:
             for cache in self.caches:
                 if cache.span < self.length + self.nodes:
@@ -349,6 +351,7 @@ class Session:
                 verify, _ = capture(verify, tree)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        self.record.seconds["rounds"] = time.perf_counter() - started
         for stage, pairs in self.stamps.items():
             self.record.seconds[stage] = sum(b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairs)
         return self.record
@@ -386,7 +389,7 @@ def autoregressive(target, prompt, max_new_tokens, temperature=0.0, top_k=None, 
 # ---------------------------------------------------------------------------------------------------------------------
 def n_alpha(rounds):
     """Acceptance rate at every draft position among the rounds that accepted all positions before it (rounds that were cut by
-    a stop token or by the length are left out)."""
+    a stop token or by the length are left out). In a tree a position counts as accepted when any of its nodes is."""
     rounds = [(d, a) for d, a in rounds if a is not None]
     depth = max((d for d, _ in rounds), default=0)
     reached = [sum(a >= i and d > i for d, a in rounds) for i in range(depth)]
@@ -409,44 +412,37 @@ def measure(target, generate, prompts, max_new_tokens, temperature=0.0, top_k=No
     """One interleaved run of a method and of plain decoding.
 
     generate(prompt, max_new_tokens, temperature, top_k, top_p, stop) -> Record. prompts: [[token]]. Speeds are those of
-    decoding: new tokens after the first over seconds after prefill. Target passes are counted by a hook on its forward.
-    Returns (numbers, [(record, plain record)]).
+    decoding: new tokens after the first over the wall time of all rounds. Returns (numbers, [(record, plain record)]).
     """
-    knobs = (max_new_tokens, temperature, top_k, top_p, stop)
-    passes = [0]
-    hook = target.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
-    pairs, counted = [], 0
+    knobs, pairs = (max_new_tokens, temperature, top_k, top_p, stop), []
     for i, prompt in enumerate(progress(prompts)):
         torch.manual_seed(seed + i)
         plain = autoregressive(target, prompt, *knobs) if i % 2 else None  # the order alternates
-        before = passes[0]
         torch.manual_seed(seed + i)
         record = generate(prompt, *knobs)
-        counted += passes[0] - before - 1  # without prefill
         torch.manual_seed(seed + i)
         pairs.append((record, plain or autoregressive(target, prompt, *knobs)))
-    hook.remove()
 
     def total(which, *keys):
         return sum(pair[which].seconds[k] for pair in pairs for k in keys)
 
     def speed(record):
-        return max(0, len(record.tokens) - 1) / max(1e-9, record.seconds["draft"] + record.seconds["verify"])
+        return max(0, len(record.tokens) - 1) / max(1e-9, record.seconds["rounds"])
 
     rounds = [r for record, _ in pairs for r in record.rounds]
     plain_rounds = sum(len(plain.rounds) for _, plain in pairs)
     new = sum(sum(record.committed) for record, _ in pairs)
-    tok_s = new / max(1e-9, total(0, "draft", "verify"))
-    ar_tok_s = plain_rounds / max(1e-9, total(1, "draft", "verify"))
+    tok_s = new / max(1e-9, total(0, "rounds"))
+    ar_tok_s = plain_rounds / max(1e-9, total(1, "rounds"))
     numbers = {
-        "prompts": len(pairs), "new_tokens": sum(len(r.tokens) for r, _ in pairs), "target_passes": counted,
-        "tau": round(new / max(1, counted), 3), "n_alpha": n_alpha(rounds),
+        "prompts": len(pairs), "new_tokens": sum(len(r.tokens) for r, _ in pairs), "target_passes": len(rounds),
+        "tau": round(new / max(1, len(rounds)), 3), "n_alpha": n_alpha(rounds),
         "tok_s": round(tok_s, 1), "ar_tok_s": round(ar_tok_s, 1), "speedup": round(tok_s / max(1e-9, ar_tok_s), 3),
         "speedup_quartiles": quartiles([speed(r) / max(1e-9, speed(a)) for r, a in pairs if len(r.tokens) > 1 < len(a.tokens)] or [0]),
         "repetition": round(sum(repetition(r.tokens) for r, _ in pairs) / max(1, len(pairs)), 3),
         "draft_ms": round(1e3 * total(0, "draft") / max(1, len(rounds)), 3),
         "verify_ms": round(1e3 * total(0, "verify") / max(1, len(rounds)), 3),
-        "ar_ms": round(1e3 * total(1, "draft", "verify") / max(1, plain_rounds), 3),
+        "ar_ms": round(1e3 * total(1, "rounds") / max(1, plain_rounds), 3),
         "equal": sum(r.tokens == a.tokens for r, a in pairs),
     }
     return numbers, pairs
@@ -465,7 +461,11 @@ def one_node(p, q, kind, k=3):
     def drafts():  # (probability of the draft, [(token, the law it counts as drawn from)])
         if kind == "top-k":
             yield 1.0, [(x, F.one_hot(torch.tensor(x), V).to(p)) for x in top[:k]]
-        elif kind == "1 drawn + top-(k-1)":
+        elif kind == "top-(k-1) + 1 drawn from the rest":
+            rest = norm(q.index_fill(0, torch.tensor(top[:k - 1]), 0), q)
+            for x in top[k - 1:]:
+                yield rest[x].item(), [(x, rest)] + [(t, F.one_hot(torch.tensor(t), V).to(p)) for t in top[:k - 1]]
+        elif kind == "1 drawn + top-(k-1) of the rest":
             for x in range(V):
                 rest = [t for t in top if t != x][:k - 1]
                 yield q[x].item(), [(x, q)] + [(t, F.one_hot(torch.tensor(t), V).to(p)) for t in rest]
@@ -494,17 +494,18 @@ def one_node(p, q, kind, k=3):
 
 def main():
     print("One node, V = 6, k = 3 siblings, 60 random pairs (p, q), exact enumeration in fp64\n")
-    print(f"{'how the siblings are drafted':34}{'accepted':>9}{'TV from p':>12}")
+    print(f"{'how the siblings are drafted':36}{'accepted':>9}{'TV from p':>12}")
     g = torch.Generator().manual_seed(0)
     pairs = []
     for _ in range(60):  # a draft that resembles its target, as a trained one does
         z = 1.5 * torch.randn(6, generator=g, dtype=torch.float64)
         pairs.append((z.softmax(0), (z + torch.randn(6, generator=g, dtype=torch.float64)).softmax(0)))
-    for kind in ("chain", "top-k", "i.i.d.", "without replacement", "1 drawn + top-(k-1)"):
+    for kind in ("chain", "top-k", "i.i.d.", "without replacement", "1 drawn + top-(k-1) of the rest",
+                 "top-(k-1) + 1 drawn from the rest"):
         rows = [(one_node(p, q, kind), p) for p, q in pairs]
         acceptance = sum(a for (_, a), _ in rows) / len(rows)
         tv = max(((law - p).abs().sum() / 2).item() for (law, _), p in rows)
-        print(f"{kind + (' (a single one)' if kind == 'chain' else ''):34}{acceptance:9.3f}{tv:12.1e}")
+        print(f"{kind + (' (a single one)' if kind == 'chain' else ''):36}{acceptance:9.3f}{tv:12.1e}")
 
 
 if __name__ == "__main__":

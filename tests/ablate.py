@@ -1,7 +1,7 @@
 """What the choices are worth: variants of a method, trained alike and measured side by side, written into the README.
 
     python tests/ablate.py                    all groups, an hour and a half on two cores; what is trained already is kept
-    python tests/ablate.py eagle dflash2      the groups whose names begin like this
+    python tests/ablate.py eagle1 dflash2     these groups
     python tests/ablate.py --no-write         leaves README.md alone
 
 A row is tau on held-out prompts, domain by domain. Checkpoints and numbers stay in out/ablate.
@@ -15,24 +15,26 @@ import sys
 from pathlib import Path
 
 import torch
-from compare import ROOT, load_method, prepare, training_minutes
+from compare import ROOT, load_method, prepare
 
 import train
 
+TEMPERATURES = 0.0, 0.7, 1.0
+DRAWING = {"a deterministic tree at T > 0": ("default", {"drawn": 0}), "all children drawn at T > 0": ("default", {"drawn": 9})}
 GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {label: (variant, settings of drafting)})
     "eagle1": ("eagle1.py", [], {
-        "default": [], "without the shift: (f_j, t_j) instead of (f_j, t_{j+1})": ["--unshifted"]}, {}),
-    "eagle3": ("eagle3.py", [], {
-        "default": [], "without the training-time test": ["--ttt", "1"]}, {}),
-    "dflash": ("dflash.py", ["--steps", "300"], {
-        "default": [], "hard labels": ["--hard"], "1 layer": ["--n_draft_layer", "1"], "2 layers": ["--n_draft_layer", "2"],
+        "default": [], "features alone, without the token that followed": ["--no_token"]}, DRAWING),
+    "eagle2": ("eagle2.py", [], {"default": []}, DRAWING),
+    "eagle3": ("eagle3.py", [], {"default": [], "without the training-time test": ["--ttt", "1"]}, DRAWING),
+    "dflash": ("dflash.py", ["--steps", "300", "--n_anchors", "16"], {
+        "3 layers, B = 16, soft labels": [], "hard labels": ["--hard"], "1 layer": ["--n_draft_layer", "1"], "2 layers": ["--n_draft_layer", "2"],
         "5 layers": ["--n_draft_layer", "5"], "B = 8": ["--block_size", "8"], "4 anchors per sequence": ["--n_anchors", "4"],
         "32 anchors per sequence": ["--n_anchors", "32"]},
-        {"argmax drafts at T = 1": ("default", {"argmax": True})}),
-    "dflash2": ("dflash2.py", [], {
-        "DFlash": ["--no_conv", "--no_selector"], "+ conv": ["--no_selector"], "+ selector": ["--no_conv"], "+ both (default)": [],
+        {"argmax drafts at T = 1": ("3 layers, B = 16, soft labels", {"argmax": True})}),
+    "dflash2": ("dflash2.py", ["--steps", "300", "--n_anchors", "16"], {
+        "DFlash": ["--no_conv", "--no_selector"], "+ conv": ["--no_selector"], "+ selector": ["--no_conv"], "+ both": [],
         "+ both, true token inserted among the K": ["--insert_gold"]},
-        {"+ both, K = 64 when drafting": ("+ both (default)", {"n_candidates": 64})}),
+        {"+ both, K = 64 when drafting": ("+ both", {"n_candidates": 64})}),
 }
 
 
@@ -57,7 +59,7 @@ def recall(module, target, drafter, prompts, ks=(1, 16)):
         rounds = []
         record, at = module.generate(target, drafter, prompt, 96), 1
         for logits, kept in zip(rounds, record.committed):
-            truth = torch.tensor(record.tokens[at:at + len(logits)], dtype=torch.long)
+            truth = torch.tensor(record.tokens[at:at + len(logits)], dtype=torch.long, device=logits.device)
             if len(truth) == len(logits):
                 hits.append((logits > logits.gather(1, truth[:, None])).sum(1))
             at += kept
@@ -67,10 +69,10 @@ def recall(module, target, drafter, prompts, ks=(1, 16)):
 
 
 def measured(module, target, data, n, **settings):
-    """{temperature: {domain: tau}}, 0 and 1, over n held-out prompts a domain, and the recall of drafters of blocks."""
+    """{temperature: {domain: tau}} over n held-out prompts a domain, and the recall of drafters of blocks."""
     _, _, drafter = prepare(module, target, **settings)
     found, prompts = {}, {d: [p for p, _ in pairs] for d, pairs in data.prompts(n, seed=5).items()}
-    for T in (0.0, 1.0):
+    for T in TEMPERATURES:
         for domain, texts in prompts.items():
             torch.manual_seed(0)
             records = [module.generate(target, drafter, p, 96, T, stop=(data.enc.eot_token,)) for p in texts]
@@ -81,7 +83,7 @@ def measured(module, target, data, n, **settings):
 
 
 def rows(name, n):
-    """Trains and measures one group -> [(label, minutes of training, numbers)]."""
+    """Trains and measures one group -> [(label, numbers)]."""
     file, common, variants, drafting = GROUPS[name]
     module, target, data, found = load_method(file), None, None, []
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -93,28 +95,28 @@ def rows(name, n):
         if target is None:
             _, target, _drafter = prepare(module, ckpt=str(ckpt))
             data = train.load_data(None, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
-        found.append((label, training_minutes(ckpt), measured(module, target, data, n, ckpt=str(ckpt))))
+        found.append((label, measured(module, target, data, n, ckpt=str(ckpt))))
         for other, (variant, settings) in drafting.items():
             if variant == label:
-                found.append((other, None, measured(module, target, data, n, ckpt=str(ckpt), **settings)))
+                found.append((other, measured(module, target, data, n, ckpt=str(ckpt), **settings)))
     return found
 
 
 def markdown(name, found):
     file, common, _, _ = GROUPS[name]
-    domains = list(found[0][2]["0"])
-    lines = [f"**{file}{', ' + ' '.join(common).strip('-') if common else ''}**", "",
-             "| | " + " | ".join(f"{d} τ" for d in domains) + " | mean | T = 1: " + " | ".join(f"{d} τ" for d in domains)
-             + " | mean | trained in |", "|---|" + "---|" * (2 * len(domains) + 3)]
-    for label, minutes, numbers in found:
+    domains = list(found[0][1]["0"])
+    shown = [T for T in map("{:g}".format, TEMPERATURES) if T in found[0][1]]
+    lines = [f"**{file}{' ' + ' '.join(common) if common else ''}**: τ by domain ({', '.join(domains)}), and its mean", "",
+             "| | " + " | ".join(f"T = {T} | mean" for T in shown) + " |", "|---|" + "---|" * (2 * len(shown))]
+    for label, numbers in found:
         cells = []
-        for T in ("0", "1"):
+        for T in shown:
             tau = list(numbers[T].values())
-            cells += [f"{t:.2f}" for t in tau] + [f"**{sum(tau) / len(tau):.2f}**"]
-        lines.append(f"| {label} | " + " | ".join(cells) + f" | {f'{minutes:.1f} min' if minutes else 'as above'} |")
+            cells += [" / ".join(f"{t:.2f}" for t in tau), f"**{sum(tau) / len(tau):.2f}**"]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     if name == "dflash2":
         lines += ["", "The target's own token is among the K likeliest of slot 1, 2, 4, 8, 15 (greedy rounds; the selector's ceiling):", ""]
-        for label, _, numbers in found[:4]:
+        for label, numbers in found[:4]:
             picked = {k: " ".join(f"{shares[i - 1]:.2f}" for i in (1, 2, 4, 8, 15)) for k, shares in numbers["recall"].items()}
             lines.append(f"- {label}: " + "; ".join(f"K = {k}: {shares}" for k, shares in picked.items()))
     return "\n".join(lines)
@@ -122,7 +124,7 @@ def markdown(name, found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", default=[""])
+    parser.add_argument("groups", nargs="*")
     parser.add_argument("--prompts", type=int, default=12, help="per domain [12]")
     parser.add_argument("--no-write", action="store_true", help="leave README.md alone")
     options = parser.parse_args()
@@ -130,7 +132,7 @@ def main():
     store = Path("out/ablate/numbers.json")
     numbers = json.loads(store.read_text()) if store.exists() else {}
     for name in GROUPS:
-        if any(name.startswith(g) for g in options.groups):
+        if not options.groups or name in options.groups:
             numbers[name] = rows(name, options.prompts)
             store.write_text(json.dumps(numbers))
             print(markdown(name, json.loads(store.read_text())[name]), flush=True)

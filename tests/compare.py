@@ -14,7 +14,9 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -48,27 +50,34 @@ def prepare(module, target=None, **settings):
     return args, target, train.load_drafter(module, args, target)
 
 
-def law_is_exact(module, target, drafter, prompt, n=600, temperature=1.0):
-    """p-value of a chi-square test of the first two new tokens of n generations against the target's exact joint law."""
-    p1 = verify.probs(target(torch.tensor([prompt]))[0][0, -1], temperature).double()
-    likely = p1.topk(8).indices.tolist()
-    p2 = {a: verify.probs(target(torch.tensor([prompt + [a]]))[0][0, -1], temperature).double() for a in likely}
-    count = {}
+@torch.inference_mode()
+def law_is_exact(module, target, drafter, prompt, n=600, length=4, top_k=3):
+    """p-value of a chi-square test: the first `length` new tokens of n generations at T = 1, of three possible tokens each, so that
+    rounds, caches and depths play a part, against the target's exact joint law from passes of its own. Texts that are expected
+    fewer than five times are one cell."""
+    law, device = {(): 1.0}, target.wte.weight.device
+    for _ in range(length):
+        law = {(*text, t): weight * q[t].item() for text, weight in law.items()
+               for q in [verify.probs(target(torch.tensor([[*prompt, *text]], device=device))[0][0, -1].double(), 1.0, top_k)]
+               for t in q.nonzero()[:, 0].tolist()}
     torch.manual_seed(0)
-    for _ in range(n):
-        pair = tuple(module.generate(target, drafter, prompt, 2, temperature).tokens)
-        count[pair] = count.get(pair, 0) + 1
-    statistic, bins, rest_p, rest_n = 0.0, 0, 1.0, n
-    for a in likely:
-        for b in p2[a].topk(20).indices.tolist():
-            expected, seen = (p1[a] * p2[a][b]).item(), count.get((a, b), 0)
-            if n * expected >= 8:
-                statistic += (seen - n * expected) ** 2 / (n * expected)
-                bins, rest_p, rest_n = bins + 1, rest_p - expected, rest_n - seen
-    if n * rest_p >= 8:
-        statistic, bins = statistic + (rest_n - n * rest_p) ** 2 / (n * rest_p), bins + 1
-    k = max(1, bins - 1)
-    return 1 - torch.special.gammainc(torch.tensor(k / 2.0), torch.tensor(statistic / 2)).item()
+    count = Counter(tuple(module.generate(target, drafter, prompt, length, 1.0, top_k).tokens) for _ in range(n))
+    if count.keys() - law.keys():
+        return 0.0  # what cannot happen has happened
+    cells = [(count[text], n * weight) for text, weight in law.items() if n * weight >= 5]
+    rest = n - sum(c for c, _ in cells), n - sum(e for _, e in cells)
+    cells += [rest] if rest[1] >= 1 else []
+    statistic = sum((c - e) ** 2 / e for c, e in cells)
+    return torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)).item() if len(cells) > 1 else 1.0
+
+
+def nodes(module, target, drafter, prompt, temperature):
+    """Nodes that one target pass verifies."""
+    sizes, draft = [], drafter.draft
+    drafter.draft = lambda *args: sizes.append(draft(*args)) or sizes[-1]
+    module.generate(target, drafter, prompt, 16, temperature)
+    del drafter.draft
+    return max(len(tree.tokens) for tree in sizes)
 
 
 def calibration(module, target, drafter, prompts, bins=10):
@@ -112,13 +121,14 @@ def training_minutes(ckpt):
     log = Path(ckpt).with_suffix(".jsonl")
     if not log.exists():
         return math.nan
-    return max(json.loads(line).get("seconds", 0) for line in log.read_text().splitlines()) / 60
+    seconds = [row["seconds"] for row in map(json.loads, log.read_text().splitlines()) if "seconds" in row]
+    return sum(a for a, b in pairwise([*seconds, 0]) if b < a) / 60  # a resumed run starts at 0 again
 
 
 def markdown(results, hardware):
     """The README's table."""
     lines = [f"{hardware}.", ""]
-    for key, title in (("", "greedy, T = 0"), ("at_temperature_1", "sampled, T = 1")):
+    for i, (key, title) in enumerate((("", "greedy, T = 0"), ("at_temperature_1", "sampled, T = 1"))):
         lines += [f"**{title}**", "",
                   "| | " + " | ".join(f"{d} τ | {d} speedup" for d in ("maths", "code", "prose"))
                   + " | nodes | draft ms | verify ms | plain ms/token | bound | free drafting | parameters | trained in |",
@@ -131,19 +141,19 @@ def markdown(results, hardware):
                 cells += [f"{d['tau']:.2f}", f"**{d['speedup']:.2f}×** ({low:.2f}–{high:.2f})"]
             tau = sum(d["tau"] for d in run["domains"].values()) / len(run["domains"])
             bound = tau * run["ar_ms"] / (run["draft_ms"] + run["verify_ms"])
-            lines.append(f"| {name} | " + " | ".join(cells) + f" | {r['nodes']} | {run['draft_ms']:.2f} | {run['verify_ms']:.2f} | "
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {r['nodes'][i]} | {run['draft_ms']:.2f} | {run['verify_ms']:.2f} | "
                          f"{run['ar_ms']:.2f} | {bound:.2f}× | {tau * run['ar_ms'] / run['verify_ms']:.2f}× | "
                          f"{r['parameters'] / 1e6:.2f} M | {r['minutes']:.1f} min |")
         lines.append("")
-    first = next(iter(results.values()))["numbers"]
-    plain = {d: v for d, v in first["domains"].items()}
+    every = [r["numbers"]["domains"] for r in results.values()]
+    plain = every[0]
     lines.append("Plain greedy decoding repeats " + ", ".join(f"{v['repetition']:.0%} of its 8-grams on {d}" for d, v in plain.items())
                  + (f"; right answers in maths {plain['math']['right_answers_plain']} of {plain['math']['prompts']}, "
-                    f"with every method the same number" if "math" in plain else "") + ".")
+                    f"with drafting {', '.join(str(d['math']['right_answers']) for d in every)}" if "math" in plain else "") + ".")
     lines.append("")
     lines.append("Greedy output identical to plain decoding: " + ", ".join(
         "{} {} of {}".format(name, *r["numbers"]["greedy_equal"]) for name, r in results.items())
-        + ". Chi-square test of 600 sampled continuations of two tokens against the target's exact law, p-values: "
+        + ". Chi-square test of 600 sampled continuations of four tokens against the target's exact law (T = 1, top-k 3), p-values: "
         + ", ".join(f"{name} {r['p_value']:.2f}" for name, r in results.items()) + ".")
     return "\n".join(lines)
 
@@ -241,7 +251,7 @@ def main():
         numbers = train.report(module, args, target, drafter, data)
         prompt = data.prompts(1, seed=3)[data.domains[0]][0][0]
         results[args.name] = {
-            "numbers": numbers, "nodes": drafter.nodes, "parameters": sum(p.numel() for p in drafter.parameters()),
+            "numbers": numbers, "nodes": [nodes(module, target, drafter, prompt, T) for T in (0.0, 1.0)], "parameters": sum(p.numel() for p in drafter.parameters()),
             "minutes": training_minutes(args.ckpt), "ckpt": args.ckpt, "p_value": law_is_exact(module, target, drafter, prompt)}
         print(f"law of the first two tokens at T=1, chi-square p-value: {results[args.name]['p_value']:.3f}")
     extra = {}

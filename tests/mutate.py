@@ -70,8 +70,8 @@ FAULTS = [  # file, what stands there (once), the fault
     ("verify.py", "if len(kept) == len(new) else None", "if kept else None"),
     ("verify.py", "reached = [sum(a >= i and d > i", "reached = [sum(d > i"),
     # EAGLE
-    ("eagle1.py", "tokens = idx[:, :-1] if self.args.unshifted else idx[:, 1:]", "tokens = idx[:, :-1]"),
-    ("eagle1.py", "new.tokens[:-1] if self.args.unshifted else new.tokens[1:]", "new.tokens[:-1]"),
+    ("eagle1.py", "tokens = idx[:, 1:]", "tokens = idx[:, :-1]"),
+    ("eagle1.py", "new.tokens[None, 1:]", "new.tokens[None, :-1]"),
     ("eagle1.py", "(self.cache.pos + depth - 1)[None]", "(self.cache.pos + depth)[None]"),
     ("eagle1.py", "f_hat[0].index_select(0, new.n[None] - 1)", "f_hat[0][-1:]"),
     ("eagle1.py", "self.cache.pos += new.n", "self.cache.pos += new.n - 1"),

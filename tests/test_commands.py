@@ -174,7 +174,7 @@ def fake_decoding():
     """A record of two rounds: 'a' from prefill, 'bc' drafted and 'd' added, then 'e' added alone; and its tokenizer."""
     enc = train.encoding({"ranks": [bytes([b]).decode("latin-1") for b in range(256)]})
     record = verify.Record(tokens=list(b"abcde"), from_draft=[False, True, True, False, False], rounds=[(4, 2), (4, 0)], committed=[3, 1],
-                           seconds={"prefill": 1.0, "draft": 1.0, "verify": 1.0})
+                           seconds={"prefill": 1.0, "draft": 1.0, "verify": 1.0, "rounds": 2.0})
     return record, enc
 
 

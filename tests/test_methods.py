@@ -161,18 +161,18 @@ def test_taps_are_layers_of_the_target(name, n_layer):
 
 @torch.no_grad()
 def test_eagle1_sees_the_sampled_token(target):
-    """The draft depends on the anchor token; in the ablation its first level does not."""
+    """The draft depends on the anchor token; in the ablation it does not."""
     idx = text(target, 9)
     other = idx.clone()
     other[0, 8] = (idx[0, 8] + 1) % target.config.vocab_size
-    for unshifted in (False, True):
-        session, drafter, _, _ = a_round("eagle1", target, unshifted=unshifted)
+    for no_token in (False, True):
+        session, drafter, _, _ = a_round("eagle1", target, no_token=no_token)
         states = []
         for words in (idx, other):
             drafter.reset(session)
             drafter.absorb(target, committed(target, drafter, words, 8))
             states.append(drafter.state)
-        assert torch.equal(*states) == unshifted
+        assert torch.equal(*states) == no_token
 
 
 def test_eagle2_runs_an_eagle1_checkpoint(target):
