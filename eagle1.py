@@ -7,7 +7,7 @@ so the layer sees the feature f_j and the token t_{j+1} that followed it.
 
     committed slots (f_j, t_{j+1})  ─► FC ─► layer ─► f̂ ─► LM head (frozen) ─► q ─► 4 children of the anchor
                                           ▲                                          │
-                                          └──── (f̂ of the parent, child) ◄───────────┘   once per level, 5 levels
+                                          └──── (f̂ of the parent, child) ◄───────────┘   4 times: 5 levels
                  anchor
          ┌───────┬──┴────┬───────┐
          0       1       2       3         level 1

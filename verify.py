@@ -43,7 +43,7 @@ def probs(logits, temperature=1.0, top_k=None, top_p=None):
     """logits (..., V) -> the law that is sampled from: softmax at a temperature > 0, cut to the top_k tokens (and those that tie
     with the last of them) and then to the smallest set of mass top_p, renormalised."""
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0: nothing overflows, however cold
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)  # the largest is 0: nothing overflows
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
     p = logits.softmax(-1)

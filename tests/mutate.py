@@ -6,10 +6,12 @@
 
 A fault that survives either does not change behaviour, and says so here (the last column), or shows a missing test.
 """
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,26 +116,29 @@ def main():
     if "--list" in sys.argv:
         print(f"{len(faults)} faults apply")
         return
-    survivors = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "repo"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", "__pycache__", ".pytest_cache"))
-        for i, (file, old, new) in enumerate(faults, 1):
-            source = (ROOT / file).read_text()
-            (copy / file).write_text(source.replace(old, new))
-            try:
-                nearest = sorted(TESTS, key=lambda t: file.split(".")[0] not in t)  # the likeliest to notice first
-                run = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nearest], cwd=copy,
-                                     capture_output=True, text=True, timeout=600, check=False)
-                killed = run.returncode != 0
-            except subprocess.TimeoutExpired:
-                killed = True
-            (copy / file).write_text(source)
-            if not killed:
-                survivors.append((file, old, new))
-            print(f"{i}/{len(faults)} {'killed  ' if killed else 'SURVIVED'} {file}: {old!r} -> {new!r}", flush=True)
-    print(f"{len(faults) - len(survivors)} of {len(faults)} killed")
-    sys.exit(bool(survivors))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        for copy in (copies := [Path(folder) / name for name in "ab"]):
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("out", ".git", "__pycache__", ".pytest_cache"))
+        killed = list(pool.map(lambda fault: tested(copies, *fault), faults))
+    print(f"{sum(killed)} of {len(faults)} killed")
+    sys.exit(not all(killed))
+
+
+def tested(copies, file, old, new):
+    """Whether the tests notice a fault, in one of the copies that are free."""
+    copy = copies.pop()
+    source = (ROOT / file).read_text()
+    (copy / file).write_text(source.replace(old, new))
+    nearest = sorted(TESTS, key=lambda t: file.split(".")[0] not in t)  # the likeliest to notice first
+    try:
+        killed = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nearest], cwd=copy,
+                                env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=900, check=False).returncode != 0
+    except subprocess.TimeoutExpired:
+        killed = True
+    (copy / file).write_text(source)
+    copies.append(copy)
+    print(f"{'killed  ' if killed else 'SURVIVED'} {file}: {old!r} -> {new!r}", flush=True)
+    return killed
 
 
 if __name__ == "__main__":

@@ -307,7 +307,7 @@ WRONG = {  # what the line has to name: flags that it is about
     "--max_new_tokens": ["--max_new_tokens=-1", "--max_new_tokens=many"], "--steps": [f"--steps={v}" for v in ("0", "-5", "2.5")],
     "--batch_size": ["--batch_size=0"], "--seq_len": ["--seq_len=0", "--seq_len=1", "--data=notes.txt"],
     "--lr": [f"--lr={v}" for v in ("0", "-1", "nan")], "--prompts": ["--prompts=0"], "--seed": ["--seed=x", f"--seed={10**22}"],
-    "--banana": ["--banana", "--banana=3"], "--temp": ["--temp=1"], "--max_new": ["--max_new=3"], "--see": ["--see=1"], "--tra": ["--tra"],
+    "--n_embd": ["--n_embd=33 --n_head=3", "--n_embd=20 --n_head=4"], "--banana": ["--banana", "--banana=3"], "--temp": ["--temp=1"], "--max_new": ["--max_new=3"], "--see": ["--see=1"], "--tra": ["--tra"],
     "hello": ["hello"], "--data": ["--data="], "nowhere": ["--data=nowhere"], "empty.txt": ["--data=empty.txt"],
     "hollow": ["--data=hollow"], "binary": ["--data=binary", "--data=binary/x.bin"],
     "--ckpt data": ["--ckpt=data"], "--ckpt notes.txt": ["--ckpt=notes.txt/x.pt"],
@@ -329,8 +329,30 @@ def test_flags_that_would_do_nothing_are_refused(world, module):
     """A flag is obeyed or refused, never passed over in silence."""
     idle = ["--bench", "--json", "--verbose", "--prompts=3"] if module not in METHODS else [
         "--json", "--prompt=Add --json", "--prompt=Add --bench", "--steps=3", "--bench --lr=0.1", "--prompt=Add --batch_size=2"]
+    for f in fields(module.Args):  # what a checkpoint was trained with cannot be changed afterwards
+        if module in METHODS and f.name not in train.CommonArgs.__dataclass_fields__ and f.metadata["trained"] and not f.metadata["redraft"]:
+            value = "" if f.type is bool else "=out/x.pt" if f.type is str else f"={f.default}"
+            idle += [f"--bench --{f.name}{value}"]
     for flags in idle:
-        assert re.search(r"--(?!prompt\b|bench\b)\w+|--bench", flags)[0].split("=")[0] in refuse(module, *flags.split())
+        assert re.search(r"--(?!prompt\b|bench\b)\w+|--bench", flags)[0] in refuse(module, *flags.split())
+
+
+@every_command
+def test_training_does_not_overwrite_what_is_of_another_kind(world, module):
+    """--ckpt with the target's checkpoint, a drafter's of another kind, a foreign file, a text."""
+    other = own_checkpoint(METHODS[0] if module is not METHODS[0] and module.__name__ != "eagle2" else METHODS[-1])
+    for which in (["out/target.pt"] if module in METHODS else []) + [other, "foreign.pt", "notes.txt"]:
+        assert which in refuse(module, *(DRAFTER if module in METHODS else TARGET), "--ckpt", which)
+
+
+@pytest.mark.parametrize("module", [m for m in METHODS if hasattr(m.Args, "init_from")], ids=lambda m: m.__name__)
+def test_a_start_from_a_drafter_of_another_target_or_depth_is_refused(world, module, tmp_path):
+    """--init_from: weights that would load, or load in part, but belong to something else."""
+    whole = torch.load("out/dflash.pt", weights_only=True)
+    part = {k: w for k, w in whole["model"].items() if not k.startswith("layers.2.")}
+    for name, changed, word in (("other", {"target": "0" * 16}, "another target"), ("part", {"model": part}, "another shape")):
+        torch.save({**whole, **changed}, tmp_path / f"{name}.pt")
+        assert word in refuse(module, *DRAFTER, "--ckpt", "nowhere/new.pt", "--init_from", tmp_path / f"{name}.pt")
 
 
 @every_command

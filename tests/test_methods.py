@@ -1,6 +1,7 @@
 """What each method promises beyond losslessness: training sees what inference computes, caches hold the target's features, trees
 are the ones the papers describe. All in fp64 on tiny targets with random weights."""
 import copy
+import dataclasses
 import importlib
 import math
 from itertools import product
@@ -365,3 +366,25 @@ def test_selector_returns_the_law_it_drew_from(target):
     dof = len(law) - 1
     assert torch.special.gammaincc(torch.tensor(dof / 2), torch.tensor(statistic / 2)) > 1e-6
     assert math.isfinite(statistic) and verify.n_alpha([]) == []
+
+
+@torch.no_grad()
+def test_dflash2_trains_with_more_candidates_than_tokens_and_without_unused_weights(target):
+    """K beyond the vocabulary is all of it; without the selector there are no tables that never get a gradient."""
+    module = importlib.import_module("dflash2")
+    idx = text(target, 20)
+    drafter = module.Drafter(target.config, module.Args(block_size=4, n_candidates=5000, seq_len=20)).double()
+    assert drafter(target, idx).isfinite()
+    drafter = module.Drafter(target.config, module.Args(block_size=4, no_selector=True, seq_len=20)).double()
+    with torch.enable_grad():
+        drafter(target, idx).backward()
+    assert all(p.grad is not None for p in drafter.parameters())
+
+
+def test_dflash2_needs_groups_of_16_channels(target):
+    """A target of another width is refused in a line that says what to do."""
+    module = importlib.import_module("dflash2")
+    config = dataclasses.replace(target.config, n_embd=40)
+    with pytest.raises(module.UserError, match="--no_conv"):
+        module.Drafter(config, module.Args(block_size=4, seq_len=20))
+    module.Drafter(config, module.Args(block_size=4, seq_len=20, no_conv=True))

@@ -341,6 +341,14 @@ def test_probs(temperature):
 # ---------------------------------------------------------------------------------------------------------------------
 # Topologies
 # ---------------------------------------------------------------------------------------------------------------------
+def test_probs_of_the_coldest_and_the_largest():
+    """Tiny temperatures and huge logits are one-hot or even, never NaN."""
+    z = torch.tensor([30.0, 1.0, 30.0, -3e38])
+    for temperature in (1e-38, 1e-300, 1e-3):
+        assert verify.probs(z, temperature).tolist() == [0.5, 0, 0.5, 0]
+    assert verify.probs(torch.tensor([3e38, -3e38]), 0.5).tolist() == [1, 0]
+
+
 def test_topology():
     """Depth, ancestors and the table of drawn children, worked out by hand."""
     t = topology([-1, 0, 0, 2, 0, 2, 3], [2, 4, 3, 5])
@@ -598,7 +606,7 @@ def test_law_of_the_methods_exactly(name, monkeypatch):
     """The same for the methods that draw with sample: all of their runs, with drafts small enough to have few branches."""
     target, module = tiny(**SMOOTH), importlib.import_module(name)
     known = {f.name for f in dataclasses.fields(module.Args)}
-    small = {"block_size": 2 if "n_candidates" in known else 3, "n_candidates": 2, "width": 2, "beam": 1, "depth": 1, "n_nodes": 5}
+    small = {"block_size": 2 if "n_candidates" in known else 3, "n_candidates": 2, "width": 2, "beam": 1, "depth": 1, "n_nodes": 4}
     if hasattr(module, "TREE"):
         monkeypatch.setattr(module, "TREE", ((2,), (1,)))
     _, drafter = build(name, {k: v for k, v in small.items() if k in known}, target)
