@@ -172,12 +172,13 @@ class Drafter(nn.Module):
             self.A = nn.Embedding(config.vocab_size, args.rank)
             self.B = nn.Embedding(config.vocab_size, args.rank)
             self.gate = nn.Linear(d, args.rank, bias=False)           # W_h
-            nn.init.normal_(self.A.weight)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / (2 * args.n_draft_layer) ** 0.5 if name.endswith("proj.weight") else 0.02)
             if name == "B.weight" or name.endswith("dynamic.weight"):
                 nn.init.zeros_(p)                                     # no-ops to start with
+            if name == "A.weight":
+                nn.init.normal_(p)
 
     def pair_scores(self, h, U, candidates, before):
         """S_t(a, b) for b among the candidates (..., K) with logits U (..., K), a in before (..., n), h (..., d) -> (..., n, K)."""
@@ -288,19 +289,21 @@ class Drafter(nn.Module):
         if self.args.tree:
             return self.best_first(anchor, S, candidates)
         if law is None or self.args.argmax:
-            step = S.argmax(-1)                                                              # (B-1, K): the best successor
-        else:
-            q = law(S)                                                                       # (B-1, K, K)
-            step = sample(q)
-        path = [anchor.new_zeros(1)]
-        for successors in step:                                                              # the walk
-            path.append(successors.index_select(0, path[-1]))
-        path = torch.cat(path)                                                               # (B,): ranks among the candidates
-        tokens = torch.cat([anchor, candidates.gather(1, path[1:, None])[:, 0]])
-        if law is None or self.args.argmax:
-            return Tree(tokens, self.chain)
-        q = q[torch.arange(len(U), device=q.device), path[:-1]]                              # the conditional that was drawn from
-        return Tree(tokens, self.chain, F.pad(torch.zeros_like(logits, dtype=q.dtype).scatter(1, candidates, q), (0, 0, 0, 1)))
+            q, after = None, candidates.gather(1, S.argmax(-1))                              # (B-1, K): the best successor
+        else:  # any token may be drawn, or what p holds outside the candidates is lost; row K: after a token that is none of them
+            rows = logits[:, None].repeat(1, K + 1, 1)
+            rows[:, :K].scatter_(2, candidates[:, None].expand(-1, K, -1), S)
+            q = law(rows)                                                                    # (B-1, K+1, V)
+            after = sample(q)
+        row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
+        tokens, path = [anchor], [torch.zeros_like(anchor)]
+        for successors, row_of in zip(after, row):                                           # the walk
+            tokens.append(successors.index_select(0, path[-1]))
+            path.append(row_of.index_select(0, tokens[-1]))
+        if q is None:
+            return Tree(torch.cat(tokens), self.chain)
+        q = q[self.cache.index[:len(U)], torch.cat(path[:-1])]                               # the conditional that was drawn from
+        return Tree(torch.cat(tokens), self.chain, F.pad(q, (0, 0, 0, 1)))
 
     def best_first(self, anchor, S, candidates):
         """DDTree (2604.12989) on the selector's scores: the N - 1 likeliest paths, with a heap: pop the best node, push its

@@ -152,7 +152,7 @@ def test_taps_are_layers_of_the_target(name, n_layer):
     """Whatever the depth of the target, taps are layers that exist, in order; DFlash's are distinct."""
     method = importlib.import_module(name)
     from model import GPTConfig
-    taps = method.Drafter(GPTConfig(16, 8, n_layer, 2, 8), method.Args()).taps
+    taps = method.Drafter(GPTConfig(16, 8, n_layer, 2, 16), method.Args()).taps
     assert all(1 <= t <= n_layer for t in taps) and taps == sorted(taps)
     if name in BLOCKS:
         assert len(set(taps)) == len(taps) == min(n_layer, method.Args().n_taps)
@@ -348,7 +348,8 @@ def test_selector_walks_greedily_and_scores_pairs(target):
 
 @torch.inference_mode()
 def test_selector_returns_the_law_it_drew_from(target):
-    """At T > 0 the drafted pair of tokens has the law that q claims, row by row (chi-square, false alarm below 1e-6)."""
+    """At T > 0 the drafted pair of tokens has the law that q claims, row by row (chi-square, false alarm below 1e-6): all tokens
+    occur, and after a token that is no candidate the second slot keeps its own law."""
     _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
     shaken(drafter)
     torch.nn.init.normal_(drafter.B.weight)
@@ -358,12 +359,14 @@ def test_selector_returns_the_law_it_drew_from(target):
     for _ in range(n):
         tree = drafter.draft(target, anchor, session.law)
         a, b = tree.tokens[1:].tolist()
-        assert (tree.q[:2] > 0).sum(1).tolist() == [4, 4] and torch.allclose(tree.q[:2].sum(1), torch.ones(2, dtype=torch.float64))
+        assert (tree.q[:2] > 0).all() and torch.allclose(tree.q[:2].sum(1), torch.ones(2, dtype=torch.float64))
         count[a, b] = count.get((a, b), 0) + 1
         law |= {(a, c): (tree.q[0, a] * tree.q[1, c]).item() for c in tree.q[1].nonzero()[:, 0].tolist()}
     assert abs(sum(law.values()) - 1) < 1e-9
-    statistic = sum((count.get(k, 0) - n * p) ** 2 / (n * p) for k, p in law.items())
-    dof = len(law) - 1
+    cells = [(count.get(k, 0), n * p) for k, p in law.items() if n * p >= 5]
+    cells.append((n - sum(c for c, _ in cells), n - sum(e for _, e in cells)))
+    statistic = sum((c - e) ** 2 / e for c, e in cells if e > 1)
+    dof = len(cells) - 1
     assert torch.special.gammaincc(torch.tensor(dof / 2), torch.tensor(statistic / 2)) > 1e-6
     assert math.isfinite(statistic) and verify.n_alpha([]) == []
 
