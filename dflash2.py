@@ -30,8 +30,8 @@ Glossary
     python dflash2.py --bench --json               measurements only
     python dflash2.py --bench --tree 24            a best-first tree over the selector's scores (DDTree, arXiv 2604.12989)
 
-Both additions start as no-ops, so an untrained DFlash-2 drafts the greedy chains of the DFlash it is started from (--init_from
-out/dflash.pt).
+Both additions start as no-ops: an untrained DFlash-2 drafts the chains, greedy or drawn, of the DFlash that it is started from
+(--init_from out/dflash.pt).
 
 Left out: the published models' vocabulary entry for MASK, serving many requests at once.
 """

@@ -291,7 +291,7 @@ def test_best_first_tree_of_a_sure_draft_is_the_chain(target):
 # ---------------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def test_dflash2_starts_as_dflash(target):
-    """With a DFlash's weights and nothing trained, DFlash-2 has the same training states and the same drafts."""
+    """With a DFlash's weights and nothing trained, DFlash-2 has the same drafts, and draws them from the same law."""
     _, one, _, _ = a_round("dflash", target)
     shaken(one)
     _, two, _, _ = a_round("dflash2", target)
@@ -301,6 +301,9 @@ def test_dflash2_starts_as_dflash(target):
     for prompt in ([1], [5, 6, 7, 8], list(range(20))):
         trees = [a_round(n, target, prompt=prompt, drafter=d)[2]() for n, d in (("dflash", one), ("dflash2", two))]
         assert torch.equal(trees[0].tokens, trees[1].tokens)
+        q = [a_round(n, target, prompt=prompt, drafter=d, temperature=1.0)[2]().q for n, d in (("dflash", one), ("dflash2", two))
+             if torch.manual_seed(3)]  # prefill draws the same anchor
+        assert (q[0] - q[1]).abs().max() < 1e-12
 
 
 @torch.no_grad()
