@@ -19,7 +19,6 @@ from compare import ROOT, load_method, prepare
 
 import train
 
-TEMPERATURES = 0.0, 0.7, 1.0
 DRAWING = {"a deterministic tree at T > 0": ("default", {"drawn": 0}), "all children drawn at T > 0": ("default", {"drawn": 9})}
 GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {label: (variant, settings of drafting)})
     "eagle1": ("eagle1.py", [], {
@@ -34,7 +33,7 @@ GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {labe
     "dflash2": ("dflash2.py", ["--steps", "300", "--n_anchors", "16"], {
         "DFlash": ["--no_conv", "--no_selector"], "+ conv": ["--no_selector"], "+ selector": ["--no_conv"], "+ both": [],
         "+ both, true token inserted among the K": ["--insert_gold"]},
-        {"+ both, K = 64 when drafting": ("+ both", {"n_candidates": 64})}),
+        {}),
 }
 
 
@@ -72,7 +71,7 @@ def measured(module, target, data, n, **settings):
     """{temperature: {domain: tau}} over n held-out prompts a domain, and the recall of drafters of blocks."""
     _, _, drafter = prepare(module, target, **settings)
     found, prompts = {}, {d: [p for p, _ in pairs] for d, pairs in data.prompts(n, seed=5).items()}
-    for T in TEMPERATURES:
+    for T in (0.0, 0.7, 1.0) if hasattr(drafter.args, "drawn") else (0.0, 1.0):
         for domain, texts in prompts.items():
             torch.manual_seed(0)
             records = [module.generate(target, drafter, p, 96, T, stop=(data.enc.eot_token,)) for p in texts]
@@ -83,9 +82,9 @@ def measured(module, target, data, n, **settings):
 
 
 def rows(name, n):
-    """Trains and measures one group -> [(label, numbers)]."""
+    """Trains and measures one group -> (label, numbers), one by one."""
     file, common, variants, drafting = GROUPS[name]
-    module, target, data, found = load_method(file), None, None, []
+    module, target, data = load_method(file), None, None
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for label, flags in variants.items():
         ckpt = Path("out/ablate") / f"{name}-{slug(label)}.pt"
@@ -95,17 +94,16 @@ def rows(name, n):
         if target is None:
             _, target, _drafter = prepare(module, ckpt=str(ckpt))
             data = train.load_data(None, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
-        found.append((label, measured(module, target, data, n, ckpt=str(ckpt))))
+        yield label, measured(module, target, data, n, ckpt=str(ckpt))
         for other, (variant, settings) in drafting.items():
             if variant == label:
-                found.append((other, measured(module, target, data, n, ckpt=str(ckpt), **settings)))
-    return found
+                yield other, measured(module, target, data, n, ckpt=str(ckpt), **settings)
 
 
 def markdown(name, found):
     file, common, _, _ = GROUPS[name]
     domains = list(found[0][1]["0"])
-    shown = [T for T in map("{:g}".format, TEMPERATURES) if T in found[0][1]]
+    shown = [T for T in found[0][1] if T != "recall"]
     lines = [f"**{file}{' ' + ' '.join(common) if common else ''}**: τ by domain ({', '.join(domains)}), and its mean", "",
              "| | " + " | ".join(f"T = {T} | mean" for T in shown) + " |", "|---|" + "---|" * (2 * len(shown))]
     for label, numbers in found:
@@ -133,11 +131,13 @@ def main():
     numbers = json.loads(store.read_text()) if store.exists() else {}
     for name in GROUPS:
         if not options.groups or name in options.groups:
-            numbers[name] = rows(name, options.prompts)
-            store.write_text(json.dumps(numbers))
-            print(markdown(name, json.loads(store.read_text())[name]), flush=True)
+            numbers[name] = []
+            for row in rows(name, options.prompts):
+                numbers[name].append(row)
+                store.write_text(json.dumps(numbers))
+            print(markdown(name, numbers[name]), flush=True)
     if not options.no_write:
-        text = "\n\n".join(markdown(name, json.loads(store.read_text())[name]) for name in GROUPS if name in numbers)
+        text = "\n\n".join(markdown(name, numbers[name]) for name in GROUPS if name in numbers)
         before, rest = (ROOT / "README.md").read_text().split("<!-- ablations -->")
         after = rest.split("<!-- /ablations -->")[1]
         (ROOT / "README.md").write_text(f"{before}<!-- ablations -->\n{text}\n<!-- /ablations -->{after}")

@@ -253,7 +253,7 @@ def main():
         results[args.name] = {
             "numbers": numbers, "nodes": [nodes(module, target, drafter, prompt, T) for T in (0.0, 1.0)], "parameters": sum(p.numel() for p in drafter.parameters()),
             "minutes": training_minutes(args.ckpt), "ckpt": args.ckpt, "p_value": law_is_exact(module, target, drafter, prompt)}
-        print(f"law of the first two tokens at T=1, chi-square p-value: {results[args.name]['p_value']:.3f}")
+        print(f"law of the first four tokens at T=1, top-k 3: chi-square p-value: {results[args.name]['p_value']:.3f}")
     extra = {}
     if not options.no_sweeps:
         prompts = [p for pairs in data.prompts(2, seed=11).values() for p, _ in pairs]
