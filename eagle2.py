@@ -96,8 +96,9 @@ def siblings(logits, k, law, drawn):
     q = left = law(logits)
     first = []
     for _ in range(min(drawn, k)):
+        if first:  # where nothing is left, any token will do
+            left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))
         first.append(sample(left)[:, None])
-        left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))  # where nothing is left, any token will do
     first = torch.cat(first, 1)
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
     s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
@@ -128,7 +129,9 @@ class Drafter(nn.Module):
     def advance(self, target, f, tokens, angles, attend):
         """One pass: features f (b, T, d), the tokens (b, T) that followed them, and the angles of their positions -> f̂ (b, T, d), one
         position further."""
-        e = target.embed(tokens) * (not self.args.no_token)
+        e = target.embed(tokens)
+        if self.args.no_token:
+            e = torch.zeros_like(e)
         return self.layer(self.fc(torch.cat([e, f], -1)), angles, attend)
 
     def read(self, target, f_hat):

@@ -111,8 +111,9 @@ def siblings(logits, k, law, drawn):
     q = left = law(logits)
     first = []
     for _ in range(min(drawn, k)):
+        if first:  # where nothing is left, any token will do
+            left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))
         first.append(sample(left)[:, None])
-        left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))  # where nothing is left, any token will do
     first = torch.cat(first, 1)
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
     s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)

@@ -531,11 +531,12 @@ def parse(Args, doc, kind, argv=None):
          "train.py trains and continues text; --bench, --json, --verbose and --prompts belong to a method, e.g. python dflash.py --bench")
     if kind != "target":
         training = args.train or args.resume
-        idle = [f.name for f in fields(Args)[len(fields(CommonArgs)):] if f.name in given and f.metadata["trained"] and not f.metadata["redraft"]]
         need(args.bench or training or not args.json, "--json is the report's: give --bench or --train with it")
         need(args.prompt is None or not (args.bench or args.json),
              "--prompt continues one text and reports nothing: leave --bench and --json out")
-        need(training or not idle, f"--{''.join(idle[:1])} is a matter of training: give --train with it")
+        for f in fields(Args)[len(fields(CommonArgs)):]:  # the method's own
+            need(training or f.name not in given or not f.metadata["trained"] or f.metadata["redraft"],
+                 f"--{f.name} is a matter of training: give --train with it")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -243,15 +243,16 @@ def main():
         module = load_method(file)
         args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
         if not Path(args.ckpt).exists() or not Path(args.target).exists():
-            text = ["--data", options.data] if options.data else []
-            subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1", *text], check=True, env=env)
+            own_text = ["--data", options.data] if options.data else []
+            subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1", *own_text], check=True, env=env)
         args, target, drafter = prepare(module, target)
         data = train.load_data(options.data, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
         args.name, args.prompts, args.max_new_tokens = Path(file).stem, options.prompts, options.max_new_tokens
         numbers = train.report(module, args, target, drafter, data)
         prompt = data.prompts(1, seed=3)[data.domains[0]][0][0]
         results[args.name] = {
-            "numbers": numbers, "nodes": [nodes(module, target, drafter, prompt, T) for T in (0.0, 1.0)], "parameters": sum(p.numel() for p in drafter.parameters()),
+            "numbers": numbers, "nodes": [nodes(module, target, drafter, prompt, T) for T in (0.0, 1.0)],
+            "parameters": sum(p.numel() for p in drafter.parameters()),
             "minutes": training_minutes(args.ckpt), "ckpt": args.ckpt, "p_value": law_is_exact(module, target, drafter, prompt)}
         print(f"law of the first four tokens at T=1, top-k 3: chi-square p-value: {results[args.name]['p_value']:.3f}")
     extra = {}
