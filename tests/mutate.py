@@ -102,9 +102,10 @@ FAULTS = [  # file, what stands there (once), the fault
      "heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, above))"),
     ("dflash2.py", "before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)", "before = F.pad(x[:, :-1], (0, 0, 1, 0))"),
     ("dflash2.py", "before = torch.cat([anchor.expand(1, K), candidates[:-1]])", "before = candidates"),
-    ("dflash2.py", "path[:-1]]  ", "path[1:]]  "),
+    ("dflash2.py", "torch.cat(path[:-1])]", "torch.cat(path[1:])]"),
     ("dflash2.py", "self.convs[0](y, after)", "self.convs[0](y, before)"),
-    ("dflash2.py", "path.append(successors.index_select(0, path[-1]))", "path.append(successors[:1])"),
+    ("dflash2.py", "tokens.append(successors.index_select(0, path[-1]))", "tokens.append(successors[:1])"),
+    ("dflash2.py", "candidates[:, None].expand(-1, K, -1), S)", "candidates[:, None].expand(-1, K, -1), S + 1)"),
 ]
 
 

@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 import pytest
+from mutate import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FIVE = ("eagle1", "eagle2", "eagle3", "dflash", "dflash2")
@@ -58,3 +59,8 @@ def test_newer_file_differs_by_its_idea(older, newer, same):
         assert a[name] == b[name] or name == "Drafter.reset" and ratio > 0.95, name
     common = [n for n in a if n in b]
     assert common == [n for n in b if n in a]
+
+
+def test_faults_of_the_mutation_check_apply():
+    """Every fault stands once in the code: a check that applies nothing would find nothing."""
+    assert all((ROOT / file).read_text().count(old) == 1 and old != new for file, old, new in FAULTS) and len(FAULTS) >= 60
