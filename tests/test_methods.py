@@ -395,3 +395,22 @@ def test_dflash2_needs_groups_of_16_channels(target):
     with pytest.raises(module.UserError, match="--no_conv"):
         module.Drafter(config, module.Args(block_size=4, seq_len=20))
     module.Drafter(config, module.Args(block_size=4, seq_len=20, no_conv=True))
+
+
+@torch.no_grad()
+def test_eagle3_reads_a_normed_state(target):
+    """The state is free in scale: only its norm reaches the LM head."""
+    _, drafter, _, _ = a_round("eagle3", target)
+    a = torch.randn(3, target.config.n_embd, dtype=torch.float64)
+    assert (drafter.read(target, 50 * a) - drafter.read(target, 100 * a)).abs().max() < 1e-6
+
+
+@torch.no_grad()
+def test_the_conv_behind_a_sublayer_has_its_own_kernel(target):
+    """With the kernels behind both sublayers zero, and those before them not, a layer of DFlash-2 passes its input on."""
+    _, drafter, _, _ = a_round("dflash2", target, block_size=4)
+    layer, x = drafter.layers[0], torch.randn(1, 4, target.config.n_embd, dtype=torch.float64)
+    for conv in layer.convs:
+        conv.base[1] = 0
+    out = layer(x, drafter.angles(torch.arange(4)), lambda kv: kv, torch.zeros(4, 4, dtype=torch.float64))
+    assert torch.equal(out, x)
