@@ -14,7 +14,7 @@ One round, block size B = 5:
 
 Glossary
     H_t = RMSNorm(W_c [h^(l1); ...; h^(lm)]_t)     Drafter.context
-    K = [W_k H ; W_k x], V likewise                Layer.forward: the context is injected into every layer (KV injection)
+    K = [W_k H ; W_k x], V likewise                Layer.inject: the context enters every layer as keys and values (KV injection)
     anchor, slot k                                 slot k stands at position pos+k and gives the token there: no shift
     MASK                                           a learned vector here (the published models reserve a vocabulary entry)
     w_k = exp(-(k-1)/γ_w)                          the loss weight of slot k: an early rejection voids all that follows
@@ -28,8 +28,10 @@ Glossary
 Read next: diff dflash.py dflash2.py. Left out: the published models' vocabulary entry for MASK, serving many requests at once.
 """
 import heapq
+import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,7 @@ class Args(CommonArgs):
     steps: int = flag(700, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
+    text: str = flag("mixed", "to train on: corpus, greedy or sampled text of the target, or mixed, a third each (published: the target's)")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 6e-4)")
     block_size: int = flag(16, "B: anchor and masks, B - 1 drafted tokens (published: 16)", redraft=True)
     n_draft_layer: int = flag(3, "draft layers (published: 5, of targets with 36 and more)")
@@ -91,15 +94,26 @@ class Layer(nn.Module):
         k, v = heads(F.linear(H, self.qkv.weight[d:]), 2, self.n_head)
         return torch.stack([rotate(F.layer_norm(k, k.shape[-1:]) * self.qk_norm[1], angles), v])
 
-    def forward(self, x, angles, memory, mask):
-        """x (b, T, d); angles of its positions; memory: a function from the block's own keys and values to all of them; mask, additive."""
+    def forward(self, x, angles, attend):
+        """x (b, T, d), whole blocks, and the angles of its positions; attend: a function from the blocks' own q, k, v, each
+        (b, n_head, T, hd), to the attention's output."""
         b, T, d = x.shape
         qkv = heads(self.qkv(self.ln_1(x)), 3, self.n_head)
-        q, k = rotate(F.layer_norm(qkv[:2], qkv.shape[-1:]) * self.qk_norm, angles)
-        k, v = memory(torch.stack([k, qkv[2]]))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = attend(*rotate(F.layer_norm(qkv[:2], qkv.shape[-1:]) * self.qk_norm, angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
         return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+
+
+def blockwise(context, mask, B, q, k, v):
+    """Attention of many blocks at once in training: q, k, v (b, n_head, A*B, hd), context (2, b, n_head, T, hd), mask
+    (b, 1, A*B, T), additive. A slot sees the context that the mask leaves it, and all of its own block of B."""
+    def blocks(x):
+        return x.unflatten(2, (-1, B))
+
+    q = q * q.shape[3] ** -0.5
+    own = (blocks(q) @ blocks(k).mT).flatten(2, 3)                                           # (b, n_head, A*B, B)
+    w, w_own = torch.cat([q @ context[0].mT + mask, own], -1).softmax(-1).split([mask.shape[-1], B], -1)
+    return w @ context[1] + (blocks(w_own) @ blocks(v)).flatten(2, 3)
 
 
 class Drafter(nn.Module):
@@ -144,16 +158,13 @@ class Drafter(nn.Module):
             logits, h = target(idx, taps=self.taps)
         anchor = 1 + torch.rand(b, T - B, device=idx.device).argsort(1)[:, :A]               # (b, A), in 1 .. T-B
         slots = anchor[:, :, None] + torch.arange(B, device=idx.device)                      # (b, A, B): absolute positions
-        sees_context = torch.arange(T, device=idx.device) < anchor.repeat_interleave(B, 1)[:, :, None]   # (b, A*B, T)
-        block_of = torch.arange(A, device=idx.device).repeat_interleave(B)
-        sees_block = (block_of[:, None] == block_of).expand(b, -1, -1)                       # (b, A*B, A*B)
-        mask = torch.cat([sees_context, sees_block], -1)[:, None]
+        unseen = torch.arange(T, device=idx.device) >= anchor.repeat_interleave(B, 1)[:, None, :, None]  # (b, 1, A*B, T)
+        mask = torch.zeros(unseen.shape, device=idx.device).masked_fill(unseen, -math.inf)
         x = self.block(target, idx.gather(1, anchor)).flatten(1, 2)                          # (b, A*B, d)
         H = self.context(h)
         at, ctx_at = self.angles(slots.flatten(1)[:, None]), self.angles(torch.arange(T, device=idx.device))
         for layer in self.layers:
-            ctx = layer.inject(H, ctx_at)
-            x = layer(x, at, lambda kv, ctx=ctx: torch.cat([ctx, kv], 3), mask)
+            x = layer(x, at, partial(blockwise, layer.inject(H, ctx_at), mask, B))
         x = self.norm(x).unflatten(1, (A, B))[:, :, 1:]                                      # slot 0 is the anchor itself
         log_q = target.head(x).float().log_softmax(-1)                                       # (b, A, B-1, V)
         if self.args.hard:
@@ -184,6 +195,11 @@ class Drafter(nn.Module):
             self.cache.append(l, slots, layer.inject(H, angles))
         self.cache.pos.copy_(new.start + new.n)
 
+    def cached(self, l, slots, mask, q, k, v):
+        """Attention of a block that is written to the cache of layer l at slots (B,), under an additive mask (1, slots)."""
+        k, v = self.cache.append(l, slots, torch.stack([k, v]))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
     def draft(self, target, anchor, law=None):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
         tokens. The block's own keys and values lie beyond cache.pos and are overwritten by the next context."""
@@ -191,7 +207,7 @@ class Drafter(nn.Module):
         angles, mask = self.table.index_select(1, slots), self.cache.mask(self.open)
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
-            x = layer(x, angles, lambda kv, l=l: self.cache.append(l, slots, kv), mask)
+            x = layer(x, angles, partial(self.cached, l, slots, mask))
         logits = target.head(self.norm(x[0, 1:]))                                            # (B-1, V)
         if self.args.tree:
             return self.best_first(anchor, logits)
@@ -222,7 +238,7 @@ class Drafter(nn.Module):
 
 
 def train(args):
-    target, data = get_target(args)
+    target, data = get_target(args, args.text)
     torch.manual_seed(args.seed)
     drafter = Drafter(target.config, args).to(args.device)
     optimiser = Optimiser(drafter, args.lr, args.steps)

@@ -24,7 +24,7 @@ torch.set_flush_denormal(True)  # confident softmax tails are denormal numbers, 
 @dataclass
 class GPTConfig:
     max_seq_len: int = 256  # the context: learned positions 0..255
-    vocab_size: int = 1024
+    vocab_size: int = 512
     n_layer: int = 12       # deep and narrow: a draft layer has to be cheap beside the target
     n_head: int = 4
     n_embd: int = 128
@@ -53,13 +53,13 @@ def causal(n, device, dtype):
 class KVCache:
     """Keys and values of `pos` committed tokens, in buffers whose shape never changes.
 
-    kv (n_layer, 2, 1, n_head, slots, head_dim); pos, a 0-d tensor on the device. Rows at and beyond pos are rejected or
+    kv (n_layer, 2, B, n_head, slots, head_dim); pos, a 0-d tensor on the device. Rows at and beyond pos are rejected or
     unwritten: they are masked, and overwritten by the next pass. `span` is the number of slots a pass attends to: all of
     them on CUDA (static shapes, so that a pass can be captured in a graph), on a CPU only as many as the text needs.
     """
 
-    def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None):
-        self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
+    def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None, batch=1):
+        self.kv = torch.zeros(n_layer, 2, batch, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
         self.reserve(slots)
         self.index = torch.arange(slots + 1, device=device)
@@ -71,7 +71,7 @@ class KVCache:
         self.layers = [(kv, kv[0, :, :, :self.span], kv[1, :, :, :self.span]) for kv in self.kv]  # views, made once
 
     def append(self, layer, slots, kv):
-        """Writes kv (2, 1, n_head, T, head_dim) at slots (T,); returns the keys and values (1, n_head, span, head_dim)."""
+        """Writes kv (2, B, n_head, T, head_dim) at slots (T,); returns the keys and values (B, n_head, span, head_dim)."""
         buffer, keys, values = self.layers[layer]
         buffer.index_copy_(3, slots, kv)
         return keys, values
@@ -140,16 +140,17 @@ class GPT(nn.Module):
         """The LM head, tied to the token embedding: h (..., d) -> logits (..., V)."""
         return F.linear(h, self.wte.weight)
 
-    def new_cache(self, extra=0):
-        """An empty cache for the whole context and `extra` slots, so that a draft at the end of the context still fits."""
+    def new_cache(self, extra=0, batch=1):
+        """An empty cache for the whole context and `extra` slots, so that a draft at the end of the context still fits. Decoding
+        has a batch of 1; more texts of one length can be continued side by side."""
         c, w = self.config, self.wte.weight
-        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.max_seq_len + extra, w.device, w.dtype)
+        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.max_seq_len + extra, w.device, w.dtype, batch)
 
     def forward(self, idx, cache=None, tree=None, taps=()):
         """idx (B, T) -> logits (B, T, V), [h[l] (B, T, d) for l in taps].
 
         Without a cache: a plain causal pass over positions 0..T-1.
-        With a cache (B = 1): the T tokens follow the cache.pos committed ones and their keys and values are written behind
+        With a cache (of batch B): the T tokens follow the cache.pos committed ones and their keys and values are written behind
         them; pos does not move (KVCache.keep commits). With a tree (verify.Topology of T nodes) token i stands at slot
         pos+i and at position pos+depth[i], and sees the committed prefix and its own ancestors.
         Positions beyond the context are clamped: such nodes compute rubbish that decoding never accepts.

@@ -30,7 +30,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import regex
@@ -335,10 +335,10 @@ class Data:
     """The corpus as tokens, and what training and measuring take from it.
 
     tokens[domain, side]: (n,) int64, documents separated by END; starts: where a line or a document begins, so that
-    sequences begin as prompts do.
+    sequences begin as prompts do. written: (texts, share), what the target wrote itself and its share of the rows, or None.
     """
     def __init__(self, corpus, enc, seq_len, quiet=False):
-        self.enc, self.seq_len, self.corpus = enc, seq_len, corpus
+        self.enc, self.seq_len, self.corpus, self.written = enc, seq_len, corpus, None
         self.tokens, self.starts = {}, {}
         newline = torch.tensor([b"\n" in enc.decode_single_token_bytes(i) for i in range(enc.n_vocab - 1)] + [True])
         for domain in tqdm(corpus, "encoding", leave=False, disable=quiet):
@@ -363,7 +363,12 @@ class Data:
             key = domain or self.domains[k], side
             i = self.starts[key][torch.randint(len(self.starts[key]), (), generator=g)]
             rows.append(self.tokens[key][i:i + self.seq_len])
-        return torch.stack(rows)
+        rows = torch.stack(rows)
+        if side == "train" and self.written is not None:
+            texts, share = self.written
+            written = torch.rand(batch_size, 1, generator=g) < share
+            rows = torch.where(written, texts[torch.randint(len(texts), (batch_size,), generator=g)], rows)
+        return rows
 
     def prompts(self, n, seed=0):
         """Held-out prompts: {domain: [(tokens of the prompt, right answer or None)]}, n each."""
@@ -376,6 +381,45 @@ class Data:
                 picks = [int(starts[r.randrange(len(starts))]) for _ in range(n)]
                 found[domain] = [(t[i:i + self.seq_len // 4].tolist(), None) for i in picks]
         return found
+
+
+TEXTS = {"corpus": 0, "greedy": 1, "sampled": 1, "mixed": 2 / 3}  # what a drafter trains on, and how much of it the target wrote
+
+
+@torch.no_grad()
+def write_texts(target, data, n, quiet=False):
+    """(2n, seq_len) tokens that the target writes itself, after an eighth of a sequence of training text: n rows greedy, then n
+    sampled (T = 1). Greedy text that has come to the end of its document goes on sampled, or it would repeat itself."""
+    device, T, rows = target.wte.weight.device, data.seq_len, []
+    torch.manual_seed(1)
+    bar = tqdm(total=2 * n * (T - T // 8), desc="the target writes text to train on", unit=" tokens", disable=quiet)
+    for from_start, first in product((False, True), range(0, n, 128)):
+        idx = data.batch(first, min(128, n - first), seed=1).to(device)
+        sampled = torch.full(idx[:, 0].shape, from_start, device=device)
+        cache, new = target.new_cache(T - target.config.max_seq_len, len(idx)), idx[:, :T // 8]
+        for t in range(T // 8, T):
+            cache.reserve(t)
+            logits = target(new, cache)[0][:, -1]
+            cache.pos += new.shape[1]
+            idx[:, t] = torch.where(sampled, verify.sample(logits.softmax(-1)), logits.argmax(-1))
+            new = idx[:, t:t + 1]
+            sampled |= idx[:, t] == data.enc.eot_token
+            bar.update(len(idx))
+        rows.append(idx.cpu())
+    bar.close()
+    return torch.cat(rows)
+
+
+def texts_of(target, data, n, path, quiet=False):
+    """What write_texts returns, or a longer one; kept in a file, so that all drafters of a target train on the same."""
+    key = {"target": target.fingerprint, "seq_len": data.seq_len, "data": sum(int(t.sum()) for t in data.tokens.values())}
+    with contextlib.suppress(Exception):  # missing, damaged or of another target: written anew
+        kept = torch.load(path, weights_only=True)
+        if {k: kept[k] for k in key} == key and len(kept["texts"]) >= 2 * n:
+            return kept["texts"]
+    texts = write_texts(target, data, n, quiet)
+    save(path, {**key, "texts": texts})
+    return texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,7 +532,7 @@ class Args(CommonArgs):
     n_layer: int = flag(12, "blocks")
     n_head: int = flag(4, "attention heads")
     n_embd: int = flag(128, "width")
-    vocab_size: int = flag(1024, "entries of the tokenizer")
+    vocab_size: int = flag(512, "entries of the tokenizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -525,6 +569,7 @@ def parse(Args, doc, kind, argv=None):
     need(getattr(args, "lr", 1) > 0, f"--lr has to be positive, not {getattr(args, 'lr', 1)}")
     need(not hasattr(args, "n_head") or args.n_embd % (2 * args.n_head) == 0, "--n_embd has to be an even multiple of --n_head")
     need(getattr(args, "vocab_size", 512) > 300, "--vocab_size has to exceed 300: 256 bytes come first")
+    need(getattr(args, "text", "corpus") in TEXTS, f"--text has to be one of {', '.join(TEXTS)}")
     need(args.prompt != "", "--prompt is empty: give at least one character")
     need(args.data != "", "--data is empty: give a text file or a folder")
     need(kind != "target" or not given.keys() & {"bench", "json", "verbose", "prompts"},
@@ -829,8 +874,8 @@ def start_processes(args):
     return (dist.get_rank(), world) if world > 1 else (0, 1)
 
 
-def get_target(args):
-    """The frozen target and its data; trains the target first where there is none (drafters call this)."""
+def get_target(args, text="corpus"):
+    """The frozen target and its data, `text` of TEXTS; trains the target first where there is none (drafters call this)."""
     rank, world = start_processes(args)
     missing = [not Path(args.target).exists()]
     if world > 1:
@@ -847,7 +892,16 @@ def get_target(args):
     target = target_from(load(args.target, "target"), args.device)
     if args.seq_len > target.config.max_seq_len:
         raise UserError(f"--seq_len {args.seq_len} exceeds the target's context of {target.config.max_seq_len}")
-    return target, load_data(args.data, json.dumps(target.tokenizer), args.seq_len, rank > 0)
+    data = load_data(args.data, json.dumps(target.tokenizer), args.seq_len, rank > 0)
+    if TEXTS[text]:
+        n, path = min(512, args.steps * args.batch_size), Path(args.target).with_suffix(".texts")
+        if rank == 0:
+            texts_of(target, data, n, path)
+        if world > 1:
+            dist.barrier()
+        greedy, sampled = texts_of(target, data, n, path).chunk(2)
+        data.written = {"greedy": greedy, "sampled": sampled}.get(text, torch.cat([greedy, sampled])), TEXTS[text]
+    return target, data
 
 
 @lru_cache(maxsize=2)

@@ -26,10 +26,10 @@ GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {labe
     "eagle2": ("eagle2.py", [], {"default": []}, DRAWING),
     "eagle3": ("eagle3.py", [], {"default": [], "without the training-time test": ["--ttt", "1"]}, DRAWING),
     "dflash": ("dflash.py", ["--steps", "300", "--n_anchors", "16"], {
-        "3 layers, B = 16, soft labels": [], "hard labels": ["--hard"], "1 layer": ["--n_draft_layer", "1"], "2 layers": ["--n_draft_layer", "2"],
-        "5 layers": ["--n_draft_layer", "5"], "B = 8": ["--block_size", "8"], "4 anchors per sequence": ["--n_anchors", "4"],
-        "32 anchors per sequence": ["--n_anchors", "32"]},
-        {"argmax drafts at T = 1": ("3 layers, B = 16, soft labels", {"argmax": True})}),
+        "3 layers, B = 16, soft labels, mixed text": [], "corpus text": ["--text", "corpus"], "greedy text": ["--text", "greedy"],
+        "sampled text": ["--text", "sampled"], "hard labels": ["--hard"], "1 layer": ["--n_draft_layer", "1"],
+        "5 layers": ["--n_draft_layer", "5"], "B = 8": ["--block_size", "8"], "32 anchors per sequence": ["--n_anchors", "32"]},
+        {"argmax drafts at T = 1": ("3 layers, B = 16, soft labels, mixed text", {"argmax": True})}),
     "dflash2": ("dflash2.py", ["--steps", "300", "--n_anchors", "16"], {
         "DFlash": ["--no_conv", "--no_selector"], "+ conv": ["--no_selector"], "+ selector": ["--no_conv"], "+ both": [],
         "+ both, true token inserted among the K": ["--insert_gold"]},

@@ -92,8 +92,8 @@ FAULTS = [  # file, what stands there (once), the fault
     ("eagle3.py", "for key in keys[1:]]", "for key in keys[:1]]"),
     ("eagle3.py", "return target.head(self.norm(a))", "return target.head(a)"),
     # DFlash
-    ("dflash.py", "< anchor.repeat_interleave", "<= anchor.repeat_interleave"),
-    ("dflash.py", "(block_of[:, None] == block_of).expand", "(block_of[:, None] >= block_of).expand"),
+    ("dflash.py", ">= anchor.repeat_interleave", "> anchor.repeat_interleave"),
+    ("dflash.py", "x.unflatten(2, (-1, B))", "x.unflatten(2, (B, -1)).transpose(2, 3)"),
     ("dflash.py", "idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, 1:])", "idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, :-1])"),
     ("dflash.py", "self.cache.pos.copy_(new.start + new.n)", "self.cache.pos.copy_(new.start + new.n - 1)"),
     ("dflash.py", "angles, mask = self.table.index_select(1, slots), self", "angles, mask = self.table.index_select(1, slots + 1), self"),

@@ -308,7 +308,7 @@ WRONG = {  # what the line has to name: flags that it is about
     "--batch_size": ["--batch_size=0"], "--seq_len": ["--seq_len=0", "--seq_len=1", "--data=notes.txt"],
     "--lr": [f"--lr={v}" for v in ("0", "-1", "nan")], "--prompts": ["--prompts=0"], "--seed": ["--seed=x", f"--seed={10**22}"],
     "--n_embd": ["--n_embd=33 --n_head=3", "--n_embd=20 --n_head=4"], "--banana": ["--banana", "--banana=3"], "--temp": ["--temp=1"], "--max_new": ["--max_new=3"], "--see": ["--see=1"], "--tra": ["--tra"],
-    "hello": ["hello"], "--data": ["--data="], "nowhere": ["--data=nowhere"], "empty.txt": ["--data=empty.txt"],
+    "hello": ["hello"], "--text": ["--text=novel", "--text="], "--data": ["--data="], "nowhere": ["--data=nowhere"], "empty.txt": ["--data=empty.txt"],
     "hollow": ["--data=hollow"], "binary": ["--data=binary", "--data=binary/x.bin"],
     "--ckpt data": ["--ckpt=data"], "--ckpt notes.txt": ["--ckpt=notes.txt/x.pt"],
     "--resume": ["--resume --ckpt=nowhere/x.pt"], "foreign.pt": ["--resume --ckpt=foreign.pt"],

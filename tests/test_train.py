@@ -23,9 +23,11 @@ from unittest import mock
 import pytest
 import regex
 import torch
+from helpers import tiny
 
 import model
 import train
+import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -250,6 +252,68 @@ def test_math_prompts_are_held_out_questions_with_their_answers():
         heading, body = text.removesuffix("\nSolution:").split(" ", 1)
         assert heading in ("Problem:", "Question:", "Exercise.") and solve(body) == answer and text.endswith("\nSolution:")
         assert train.held_out(text.split(" ", 1)[1])
+
+
+def writer(data, seed=0):
+    """A tiny target in fp64 for the data's vocabulary that its texts tell apart from others."""
+    target = tiny(data.enc.n_vocab, data.seq_len + 8, seed=seed)
+    target.fingerprint = train.fingerprint(target)
+    return target
+
+
+def test_texts_that_the_target_writes_have_its_law():
+    """A start from the corpus; then the first half is the target's greedy continuation, up to the end of a document, and the
+    second half is drawn from its law: the sum of log p(token) + entropy is a martingale, and stays within 4.4 standard
+    deviations (false alarms: 1e-5), where greedy text is far outside."""
+    data = small_data()
+    target, n, start = writer(data), 130, 4  # 130: one batch of 128, and a small one
+    with mock.patch.object(data, "batch", wraps=data.batch) as batch:
+        texts = train.write_texts(target, data, n, quiet=True)
+    starts = torch.cat([data.batch(*call.args, **call.kwargs) for call in batch.call_args_list])
+    assert texts.shape == (2 * n, 32) and texts[:, :start].equal(starts[:, :start])
+    for row in texts[:n:7].tolist():
+        plain = verify.autoregressive(target, row[:start], 32 - start, stop=(data.enc.eot_token,)).tokens
+        assert row[start:start + len(plain)] == plain
+    with torch.no_grad():
+        log_p = target(texts[:, :-1])[0][:, start - 1:].log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    gain = log_p.gather(-1, texts[:, start:, None])[..., 0] + entropy
+    variance = (log_p.exp() * log_p ** 2).sum(-1) - entropy ** 2
+    z = [(half.sum() / v.sum() ** 0.5).item() for half, v in zip(gain.chunk(2), variance.chunk(2))]
+    assert z[0] > 20 and abs(z[1]) < 4.4
+
+
+def test_texts_are_kept_for_the_target_that_wrote_them(tmp_path):
+    """Written once, and anew where the file is of another target or too short, or is damaged."""
+    data, path = small_data(), tmp_path / "target.texts"
+    first = train.texts_of(writer(data), data, 8, path, quiet=True)
+    with mock.patch.object(train, "write_texts", side_effect=AssertionError):
+        assert all(train.texts_of(writer(data), data, n, path).equal(first) for n in (8, 3))
+    longer = train.texts_of(writer(data), data, 9, path, quiet=True)
+    other = train.texts_of(writer(data, seed=1), data, 8, path, quiet=True)
+    assert len(longer) == 18 and other.shape == first.shape and not other.equal(first)
+    path.write_bytes(path.read_bytes()[:99])
+    assert train.texts_of(writer(data), data, 8, path, quiet=True).equal(first)
+
+
+@pytest.mark.parametrize("text", train.TEXTS)
+def test_a_drafter_trains_on_the_text_that_it_was_told_to(text, tmp_path):
+    """--text: the share of every kind of row among 600 within 4.4 standard deviations; the held-out side is left alone."""
+    data, target = small_data(), tmp_path / "target.pt"
+    torch.manual_seed(0)
+    config = model.GPTConfig(32, data.enc.n_vocab, 1, 1, 8)
+    train.save(target, {"kind": "target", "model": model.GPT(config).state_dict(), "config": vars(config), "args": {}, "tokenizer":
+                        {"ranks": [data.enc.decode_single_token_bytes(i).decode("latin-1") for i in range(data.enc.n_vocab - 1)]},
+                        "fingerprint": "f" * 16})
+    kinds = torch.full((32, 32), 1), torch.full((32, 32), 2)
+    with mock.patch.object(train, "load_data", lambda *_: data), mock.patch.object(train, "texts_of", lambda *_: torch.cat(kinds)):
+        _, data = train.get_target(train.Args(target=target, seq_len=32, device="cpu"), text)
+    rows = torch.cat([data.batch(step, 8) for step in range(75)])
+    share = {"greedy": (rows == 1).all(1).sum() / 600, "sampled": (rows == 2).all(1).sum() / 600}
+    expected = {"corpus": (0, 0), "greedy": (1, 0), "sampled": (0, 1), "mixed": (1 / 3, 1 / 3)}[text]
+    for found, p in zip(share.values(), expected):
+        assert abs(found - p) <= 4.4 * (p * (1 - p) / 600) ** 0.5
+    assert data.batch(0, 8).equal(data.batch(0, 8)) and not (data.batch(0, 8, side="held") < 3).all(1).any()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
