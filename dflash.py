@@ -14,7 +14,7 @@ One round, block size B = 5:
 
 Glossary
     H_t = RMSNorm(W_c [h^(l1); ...; h^(lm)]_t)     Drafter.context
-    K = [W_k H ; W_k x], V likewise                Layer.inject: the context enters every layer as keys and values (KV injection)
+    K = [W_k H ; W_k x], V likewise                Layer.inject, blockwise, Drafter.cached: KV injection into every layer
     anchor, slot k                                 slot k stands at position pos+k and gives the token there: no shift
     MASK                                           a learned vector here (the published models reserve a vocabulary entry)
     w_k = exp(-(k-1)/γ_w)                          the loss weight of slot k: an early rejection voids all that follows
@@ -64,7 +64,7 @@ class Args(CommonArgs):
     n_anchors: int = flag(32, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
     argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
-    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False)
+    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False, least=0)
 
 
 def heads(x, n, n_head):
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         self.mlp_proj = nn.Linear(4 * d, d, bias=False)
 
     def inject(self, H, angles):
-        """Keys and values of the context, H (b, T, d) -> (2, b, n_head, T, hd): no norm, no query, no MLP."""
+        """Keys and values of the context, H (b, T, d) -> (2, b, n_head, T, hd): no input norm, no query, no MLP."""
         d = H.shape[-1]
         k, v = heads(F.linear(H, self.qkv.weight[d:]), 2, self.n_head)
         return torch.stack([rotate(F.layer_norm(k, k.shape[-1:]) * self.qk_norm[1], angles), v])
@@ -123,10 +123,9 @@ class Drafter(nn.Module):
         super().__init__()
         if not 2 <= args.block_size < args.seq_len:
             raise UserError(f"--block_size {args.block_size}: it has to be at least 2, and smaller than --seq_len {args.seq_len}")
-        self.args, d, L = args, config.n_embd, config.n_layer
-        self.config = config
+        self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
         n = min(args.n_taps, L)
-        self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
+        self.taps = [1 + round(i * (L - 1) / (n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
         self.nodes = max(args.tree, args.block_size)
         self.fuse = nn.Linear(n * d, d, bias=False)                   # W_c
         self.fuse_norm = nn.RMSNorm(d)
@@ -168,23 +167,21 @@ class Drafter(nn.Module):
         x = self.norm(x).unflatten(1, (A, B))[:, :, 1:]                                      # slot 0 is the anchor itself
         log_q = target.head(x).float().log_softmax(-1)                                       # (b, A, B-1, V)
         if self.args.hard:
-            label = idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, 1:])
-            loss = -log_q.gather(-1, label[..., None])[..., 0]
-        else:
-            before = slots[:, :, :-1].flatten(1)[..., None].expand(-1, -1, logits.shape[-1])  # p after position a+k-1
-            p = logits.float().gather(1, before).view(log_q.shape).softmax(-1)
-            loss = -(p * log_q).sum(-1)
+            p = F.one_hot(idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, 1:]), log_q.shape[-1])
+        else:                                                                                # p after position a+k-1
+            p = logits.float().softmax(-1)[torch.arange(b, device=idx.device)[:, None, None], slots[:, :, :-1]]
+        loss = -(p * log_q).sum(-1)
         gamma_w = {16: 7.0, 10: 5.0, 8: 4.0}.get(B, B / 2)                                   # the paper's values
         w = torch.exp(-torch.arange(B - 1, device=idx.device) / gamma_w)
         return (loss * w).sum() / (w.sum() * b * A)
 
     def reset(self, session):
         """An empty context cache for a new text."""
-        c, dev = self.config, session.device
+        c, device = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.chain = chain(self.args.block_size - 1, dev)
-        self.open = torch.zeros(1, self.args.block_size, device=dev, dtype=self.cache.kv.dtype)  # a block sees all of itself
+        self.chain = chain(self.args.block_size - 1, device)
+        self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
     def absorb(self, new):
         """Takes in committed positions (verify.Committed): their fused features become keys and values of every layer."""

@@ -17,7 +17,7 @@ One round, block size B = 5:
 
 Glossary
     H_t = RMSNorm(W_c [h^(l1); ...; h^(lm)]_t)     Drafter.context
-    K = [W_k H ; W_k x], V likewise                Layer.inject: the context enters every layer as keys and values (KV injection)
+    K = [W_k H ; W_k x], V likewise                Layer.inject, blockwise, Drafter.cached: KV injection into every layer
     anchor, slot k                                 slot k stands at position pos+k and gives the token there: no shift
     MASK                                           a learned vector here (the published models reserve a vocabulary entry)
     w_k = exp(-(k-1)/γ_w)                          the loss weight of slot k: an early rejection voids all that follows
@@ -72,14 +72,14 @@ class Args(CommonArgs):
     n_taps: int = flag(5, "target layers whose features are fused (published: 5)")
     n_anchors: int = flag(32, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (published) rather than on the target's distribution")
-    argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
+    argmax: bool = flag(False, "at T > 0 draft the likeliest path, not a sample", trained=False)
     n_candidates: int = flag(16, "K: tokens kept per slot (published: 16)", redraft=True)
     rank: int = flag(32, "r: width of the selector's tables")
     no_conv: bool = flag(False, "ablation: without the convolutions")
     no_selector: bool = flag(False, "ablation: without the path selector")
     insert_gold: bool = flag(False, "a true token that is not among the K replaces the last of them in training; else it is skipped")
     init_from: str = flag(None, "start from this DFlash checkpoint")
-    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False)
+    tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False, least=0)
 
 
 def heads(x, n, n_head):
@@ -99,8 +99,8 @@ class DynamicConv(nn.Module):
 
     def kernels(self, h):
         """h (b, T, d) -> the kernels before and after the sublayer, 2 x (2 taps, b, T, d)."""
-        D = self.dynamic(h).unflatten(-1, (2, 2, 1, -1)).expand(-1, -1, -1, -1, self.group, -1)
-        return (self.base + D.transpose(-1, -2).flatten(-2)).permute(2, 3, 0, 1, 4)
+        D = self.dynamic(h).unflatten(-1, (2, 2, -1, 1)).expand(-1, -1, -1, -1, -1, self.group).flatten(-2)
+        return (self.base + D).permute(2, 3, 0, 1, 4)
 
     def forward(self, x, kernel):
         """x (b, T, d), whole blocks. Slot 0 has no predecessor in its block, slot 1 reads the anchor."""
@@ -126,7 +126,7 @@ class Layer(nn.Module):
         self.mlp_proj = nn.Linear(4 * d, d, bias=False)
 
     def inject(self, H, angles):
-        """Keys and values of the context, H (b, T, d) -> (2, b, n_head, T, hd): no norm, no query, no MLP."""
+        """Keys and values of the context, H (b, T, d) -> (2, b, n_head, T, hd): no input norm, no query, no MLP."""
         d = H.shape[-1]
         k, v = heads(F.linear(H, self.qkv.weight[d:]), 2, self.n_head)
         return torch.stack([rotate(F.layer_norm(k, k.shape[-1:]) * self.qk_norm[1], angles), v])
@@ -172,10 +172,9 @@ class Drafter(nn.Module):
             raise UserError(f"--block_size {args.block_size}: it has to be at least 2, and smaller than --seq_len {args.seq_len}")
         if config.n_embd % 16 and not args.no_conv:
             raise UserError(f"the convs work on groups of 16 channels, and this target has {config.n_embd}: use --no_conv")
-        self.args, d, L = args, config.n_embd, config.n_layer
-        self.config = config
+        self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
         n = min(args.n_taps, L)
-        self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
+        self.taps = [1 + round(i * (L - 1) / (n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
         self.nodes = max(args.tree, args.block_size)
         self.fuse = nn.Linear(n * d, d, bias=False)                   # W_c
         self.fuse_norm = nn.RMSNorm(d)
@@ -243,10 +242,9 @@ class Drafter(nn.Module):
         log_q = target.head(x).float().log_softmax(-1)                                       # (b, A, B-1, V)
         label = idx[:, None].expand(-1, A, -1).gather(2, slots)                              # the true tokens, anchor first
         if self.args.hard:
-            p = F.one_hot(label[:, :, 1:], log_q.shape[-1]).to(log_q.dtype)
-        else:
-            before = slots[:, :, :-1].flatten(1)[..., None].expand(-1, -1, logits.shape[-1])  # p after position a+k-1
-            p = logits.float().gather(1, before).view(log_q.shape).softmax(-1)
+            p = F.one_hot(label[:, :, 1:], log_q.shape[-1])
+        else:                                                                                # p after position a+k-1
+            p = logits.float().softmax(-1)[torch.arange(b, device=idx.device)[:, None, None], slots[:, :, :-1]]
         loss = -(p * log_q).sum(-1)
         if not self.args.no_selector:
             loss = loss + self.selector_loss(x, log_q, p, label)
@@ -268,11 +266,11 @@ class Drafter(nn.Module):
 
     def reset(self, session):
         """An empty context cache for a new text."""
-        c, dev = self.config, session.device
+        c, device = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.chain = chain(self.args.block_size - 1, dev)
-        self.open = torch.zeros(1, self.args.block_size, device=dev, dtype=self.cache.kv.dtype)  # a block sees all of itself
+        self.chain = chain(self.args.block_size - 1, device)
+        self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
     def absorb(self, new):
         """Takes in committed positions (verify.Committed): their fused features become keys and values of every layer."""

@@ -44,7 +44,6 @@ from verify import Session, Topology, Tree, norm, sample
 # The children of every expanded node by level, best parent first (the published tree of 25 nodes: levels 4/8/8/3/2). The
 # parents of a level are the first nodes of the level above.
 TREE = ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,))
-ALPHA = 0.8  # share of drawn children that are accepted, roughly
 
 
 @dataclass
@@ -52,13 +51,13 @@ class Args(CommonArgs):
     steps: int = flag(600, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
-    text: str = flag("mixed", "to train on: corpus, greedy or sampled text of the target, or mixed, a third each (published: the target's)")
+    text: str = flag("mixed", "to train on: corpus, greedy or sampled text of the target, or mixed, a third each (published: a fixed corpus)")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 3e-5)")
     noise: float = flag(0.1, "uniform noise on the input features (published: 0.1)")
     w_cls: float = flag(0.1, "weight of the cross-entropy beside the feature loss (published: 0.1)")
     no_token: bool = flag(False, "ablation: features alone, without the token that followed")
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
-                         "0: a deterministic tree, 4 or more: all drawn (published)", trained=False)
+                         "0: a deterministic tree, 4 or more: all drawn (published)", trained=False, least=0)
 
 
 class Layer(nn.Module):
@@ -86,12 +85,9 @@ class Layer(nn.Module):
 
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
-    are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
-    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
-    log_c = logits.log_softmax(-1)  # raw confidences: temperature is a matter of q
+    are the likeliest of the rest. Returns tokens (m, k), and q (m, V) or None."""
     if drawn == 0:
-        top = log_c.topk(k)
-        return top.indices, top.values, None
+        return logits.topk(k).indices, None
     q = left = law(logits)
     first = []
     for _ in range(min(drawn, k)):
@@ -99,10 +95,8 @@ def siblings(logits, k, law, drawn):
             left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))
         first.append(sample(left)[:, None])
     first = torch.cat(first, 1)
-    rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
-    s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
-    log_a = (math.log(ALPHA) + s * math.log(1 - ALPHA)).expand(first.shape)
-    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - ALPHA)], 1), q
+    rest = logits.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
+    return torch.cat([first, rest], 1), q
 
 
 class Drafter(nn.Module):
@@ -155,14 +149,14 @@ class Drafter(nn.Module):
         widest = max(map(len, TREE))
         self.itself = torch.full((widest, widest), -math.inf, device=device, dtype=self.cache.kv.dtype).fill_diagonal_(0)
         self.drawn = self.args.drawn if session.temperature else 0
-        parent, rank, above, self.pick, expanded = [-1], [-1], [0], [], []
+        parent, rank, above, self.pick, expanded = [-1], [math.inf], [0], [], []
         for counts in TREE:
             expanded += above[:len(counts)]
             self.pick.append(torch.tensor([i * max(counts) + r for i, n in enumerate(counts) for r in range(n)], device=device))
             parent += [node for node, n in zip(above, counts) for _ in range(n)]
             rank += [r for n in counts for r in range(n)]
             above = range(len(parent) - sum(counts), len(parent))
-        drawn = (torch.tensor(rank, device=device) < self.drawn) & (torch.tensor(rank, device=device) >= 0)
+        drawn = torch.tensor(rank, device=device) < self.drawn
         self.shape = Topology(torch.tensor(parent, device=device), len(TREE), drawn, min(self.drawn, max(map(max, TREE))))
         self.expanded = torch.tensor(expanded, device=device)
 
@@ -185,19 +179,19 @@ class Drafter(nn.Module):
         self.cache.pos += new.n
         self.state.copy_(f_hat[0].index_select(0, new.n[None] - 1))
 
-    def step(self, target, f, tokens, depth, sees):
-        """One pass over m drafted nodes, `depth` below the anchor: f (m, d) of their parents -> f̂ (m, d). sees (m, R): which of
+    def step(self, target, state, tokens, depth, sees):
+        """One pass over m drafted nodes, `depth` below the anchor: the states (m, d) of their parents -> f̂ (m, d). sees (m, R): which of
         the R rows drafted so far, its own included, a node may look at; rows are written behind cache.pos."""
         m, R = sees.shape
         slots = self.cache.pos + self.cache.index[R - m:R]
         angles = self.table.index_select(1, (self.cache.pos + depth - 1)[None])
-        return self.advance(target, f[None], tokens[None], angles, self.cached(slots, sees))[0]
+        return self.advance(target, state[None], tokens[None], angles, self.cached(slots, sees))[0]
 
     def draft(self, target, anchor, law=None):
         """The tree for an anchor (1,), level by level. law: logits -> the distribution to draw from, or None."""
         f, sees, tokens, laws = self.state, self.itself[:1, :0], [anchor], []
         for depth, counts in enumerate(TREE, 1):
-            level, _, q = siblings(self.read(target, f), max(counts), law, self.drawn)
+            level, q = siblings(self.read(target, f), max(counts), law, self.drawn)
             laws.append(q)
             tokens.append(level.flatten().index_select(0, self.pick[depth - 1]))
             if depth < len(TREE):

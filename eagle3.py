@@ -68,11 +68,12 @@ class Args(CommonArgs):
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 5e-5)")
     ttt: int = flag(5, "steps of the training-time test (published: 7); 1: none")
     width: int = flag(4, "k: children of an expanded node (published: 10)", trained=False)
-    beam: int = flag(2, "m: nodes expanded per level (published: k)", trained=False)
+    beam: int = flag(2, "m: nodes expanded per level, at most k (published: k)", trained=False)
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
-    n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60)", trained=False)
+    n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
+                           "expanded or drawn", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
-                         "0: a deterministic tree (published), --width or more: all drawn", trained=False)
+                         "0: a deterministic tree (published), --width or more: all drawn", trained=False, least=0)
 
 
 class Layer(nn.Module):
@@ -105,7 +106,7 @@ def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
     is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
-    log_c = logits.log_softmax(-1)  # raw confidences: temperature is a matter of q
+    log_c = logits.float().log_softmax(-1)  # raw confidences: temperature is a matter of q
     if drawn == 0:
         top = log_c.topk(k)
         return top.indices, top.values, None
@@ -117,7 +118,7 @@ def siblings(logits, k, law, drawn):
         first.append(sample(left)[:, None])
     first = torch.cat(first, 1)
     rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
-    s = torch.arange(first.shape[1], device=logits.device, dtype=logits.dtype)
+    s = torch.arange(first.shape[1], device=logits.device, dtype=log_c.dtype)
     log_a = (math.log(ALPHA) + s * math.log(1 - ALPHA)).expand(first.shape)
     return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - ALPHA)], 1), q
 
@@ -222,13 +223,13 @@ class Drafter(nn.Module):
         self.cache.pos += new.n
         self.state.copy_(a[0].index_select(0, new.n[None] - 1))
 
-    def step(self, target, f, tokens, depth, sees):
-        """One pass over m drafted nodes, `depth` below the anchor: a (m, d) of their parents -> a (m, d). sees (m, R): which of
+    def step(self, target, state, tokens, depth, sees):
+        """One pass over m drafted nodes, `depth` below the anchor: the states (m, d) of their parents -> a (m, d). sees (m, R): which of
         the R rows drafted so far, its own included, a node may look at; rows are written behind cache.pos."""
         m, R = sees.shape
         slots = self.cache.pos + self.cache.index[R - m:R]
         angles = self.table.index_select(1, (self.cache.pos + depth - 1)[None])
-        return self.advance(target, f[None], tokens[None], angles, self.cached(slots, sees))[0]
+        return self.advance(target, state[None], tokens[None], angles, self.cached(slots, sees))[0]
 
     def draft(self, target, anchor, law=None):
         """The tree for an anchor (1,): expand, then rerank. law: logits -> the distribution to draw from, or None. Candidates are
@@ -259,7 +260,7 @@ class Drafter(nn.Module):
         kept = torch.cat([expanded[:1], order.sort().values])
         place = torch.zeros_like(tokens).scatter(0, kept, torch.arange(N, device=device)) # new numbers
         parent = torch.cat([parents[:1], place[parents[kept[1:]]]])
-        drawn = torch.cat([drawn[:1] & False, drawn])[kept]
+        drawn = F.pad(drawn, (1, 0))[kept]
         q = None
         if self.drawn:
             laws = torch.cat(laws)

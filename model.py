@@ -141,8 +141,8 @@ class GPT(nn.Module):
         return F.linear(h, self.wte.weight)
 
     def new_cache(self, extra=0, batch=1):
-        """An empty cache for the whole context and `extra` slots, so that a draft at the end of the context still fits. Decoding
-        has a batch of 1; more texts of one length can be continued side by side."""
+        """An empty cache for the whole context and `extra` slots, so that a draft at the end of the context still fits (or fewer
+        slots where texts stay shorter). Decoding has a batch of 1; more texts of one length can be continued side by side."""
         c, w = self.config, self.wte.weight
         return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.max_seq_len + extra, w.device, w.dtype, batch)
 
@@ -179,7 +179,8 @@ def load_gpt2(weights):
     """A GPT from GPT-2 weights in the published layout.
 
     weights: dict of name -> tensor, with or without the prefix "transformer.". The published projections are Conv1D, that
-    is (in, out): they are transposed here. Raises KeyError for a name that is missing.
+    is (in, out): they are transposed here. Raises KeyError for a name that is missing, ValueError without
+    any layer, RuntimeError for a shape that does not fit.
     """
     w = {k.removeprefix("transformer."): v for k, v in weights.items()}
     n_layer = 1 + max(int(k.split(".")[1]) for k in w if k.startswith("h."))

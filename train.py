@@ -207,7 +207,7 @@ def stdlib_files():
 
 
 def docstrings(source):
-    """All docstrings of at least three lines in a Python source, outermost first."""
+    """All docstrings of at least four lines in a Python source, outermost first."""
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
@@ -334,8 +334,8 @@ SHARE = {"math": 0.5, "code": 0.3, "prose": 0.2, "text": 1.0}  # of the sequence
 class Data:
     """The corpus as tokens, and what training and measuring take from it.
 
-    tokens[domain, side]: (n,) int64, documents separated by END; starts: where a line or a document begins, so that
-    sequences begin as prompts do. written: (texts, share), what the target wrote itself and its share of the rows, or None.
+    tokens[domain, side]: (n,) int64, documents separated by END; starts: where a line or a document begins (math: a document),
+    so that sequences begin as prompts do. written: (texts, share), what the target wrote itself and its share of the rows, or None.
     """
     def __init__(self, corpus, enc, seq_len, quiet=False):
         self.enc, self.seq_len, self.corpus, self.written = enc, seq_len, corpus, None
@@ -355,7 +355,7 @@ class Data:
         self.domains = list(corpus)
 
     def batch(self, step, batch_size, seed=0, side="train", domain=None):
-        """(batch_size, seq_len) tokens, a function of its arguments alone, so that a resumed run sees the same text."""
+        """(batch_size, seq_len) tokens, a function of its arguments and of `written`, so that a resumed run sees the same text."""
         g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {side}".encode()))
         share = torch.tensor([SHARE[d] for d in self.domains])
         rows = []
@@ -390,13 +390,14 @@ TEXTS = {"corpus": 0, "greedy": 1, "sampled": 1, "mixed": 2 / 3}  # what a draft
 def write_texts(target, data, n, quiet=False):
     """(2n, seq_len) tokens that the target writes itself, after an eighth of a sequence of training text: n rows greedy, then n
     sampled (T = 1). Greedy text that has come to the end of its document goes on sampled, or it would repeat itself."""
-    device, T, rows = target.wte.weight.device, data.seq_len, []
+    device, c, T, rows = target.wte.weight.device, target.config, data.seq_len, []
+    together = max(1, min(128, 2**28 // (2 * c.n_layer * c.n_embd * T)))  # a cache of 1 GB at most
     torch.manual_seed(1)
     bar = tqdm(total=2 * n * (T - T // 8), desc="the target writes text to train on", unit=" tokens", disable=quiet)
-    for from_start, first in product((False, True), range(0, n, 128)):
-        idx = data.batch(first, min(128, n - first), seed=1).to(device)
+    for from_start, first in product((False, True), range(0, n, together)):
+        idx = data.batch(first, min(together, n - first), seed=1).to(device)
         sampled = torch.full(idx[:, 0].shape, from_start, device=device)
-        cache, new = target.new_cache(T - target.config.max_seq_len, len(idx)), idx[:, :T // 8]
+        cache, new = target.new_cache(T - c.max_seq_len, len(idx)), idx[:, :T // 8]
         for t in range(T // 8, T):
             cache.reserve(t)
             logits = target(new, cache)[0][:, -1]
@@ -432,8 +433,8 @@ class Muon(torch.optim.Optimizer):
     here, in fp32 and over all matrices of one shape at once.
     """
 
-    def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params, lr=0.02, momentum=0.95):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self):
@@ -457,12 +458,11 @@ class Muon(torch.optim.Optimizer):
                     x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
                 x = x.mT if rows > cols else x
                 for p, u in zip(params, x):
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.add_(u, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
 
 
 class Optimiser:
-    """Muon for the matrices inside the network, AdamW for everything else; warmup, then a linear way down to a tenth."""
+    """Muon for the matrices inside the network, Adam for everything else; warmup, then a linear way down to a tenth."""
 
     def __init__(self, module, lr, steps):
         tables = {m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)}
@@ -470,7 +470,7 @@ class Optimiser:
         matrices = [p for p in params if p.dim() == 2 and p not in tables]
         rest = [p for p in params if p.dim() != 2 or p in tables]
         self.params, self.steps = params, steps
-        adam = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+        adam = partial(torch.optim.Adam, betas=(0.9, 0.95))
         self.parts = [(kind(some, rate), rate) for kind, some, rate in ((Muon, matrices, lr), (adam, rest, lr / 6)) if some]
 
     def step(self, step):
@@ -495,10 +495,10 @@ class Optimiser:
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line: the flags that all commands share
 # ---------------------------------------------------------------------------------------------------------------------
-def flag(default, help, trained=True, redraft=False):
+def flag(default, help, trained=True, redraft=False, least=1):
     """A field of Args. trained: a checkpoint remembers it, and it may be given in training only (False: it is for drafting, and may
-    differ from run to run; redraft: it may be given in both)."""
-    return field(default=default, metadata={"help": help, "trained": trained, "redraft": redraft})
+    differ from run to run; redraft: it may be given in both). least: the smallest value of an integer."""
+    return field(default=default, metadata={"help": help, "trained": trained, "redraft": redraft, "least": least})
 
 
 @dataclass
@@ -516,7 +516,7 @@ class CommonArgs:
     ckpt: str = flag(None, "checkpoint to write and read (default: out/ and the command's name)")
     data: str = flag(None, "a text file or folder instead of the embedded corpus")
     resume: bool = flag(False, "go on from the checkpoint, up to --steps")
-    max_new_tokens: int = flag(128, "to generate, per prompt")
+    max_new_tokens: int = flag(128, "to generate, per prompt", least=0)
     temperature: float = flag(0.0, "of sampling; 0 is greedy. A report covers 0 and 1 unless this is given")
     top_k: int = flag(None, "sample from the k likeliest tokens")
     top_p: float = flag(None, "sample from the smallest set of this mass")
@@ -528,7 +528,7 @@ class Args(CommonArgs):
     steps: int = flag(1600, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
-    lr: float = flag(0.03, "learning rate of Muon; AdamW has a sixth of it")
+    lr: float = flag(0.03, "learning rate of Muon; Adam has a sixth of it")
     n_layer: int = flag(12, "blocks")
     n_head: int = flag(4, "attention heads")
     n_embd: int = flag(128, "width")
@@ -558,7 +558,7 @@ def parse(Args, doc, kind, argv=None):
             raise UserError(message)
 
     for f in fields(Args):
-        value, least = getattr(args, f.name), 0 if f.default == 0 or f.name == "max_new_tokens" else 1
+        value, least = getattr(args, f.name), f.metadata["least"]
         if f.type is int and f.name != "seed":
             need(value is None or value >= least, f"--{f.name} has to be at least {least}, not {value}")
         if f.type is float:
@@ -644,7 +644,7 @@ def save(path, checkpoint):
 def load(path, kind=None):
     """Reads a checkpoint and checks what it is; raises UserError if it is not a complete checkpoint of this kind (None: any)."""
     if not Path(path).exists():
-        raise UserError(f"no checkpoint at {path}: run python {Path(sys.argv[0]).name} --train first")
+        raise UserError(f"no checkpoint at {path}: train it first (--train), or give the path of one")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -668,6 +668,7 @@ def fingerprint(target):
 
 
 def target_from(checkpoint, device, dtype=torch.float32):
+    """A checkpoint (of load) -> the frozen target, with .tokenizer and .fingerprint."""
     target = model.GPT(model.GPTConfig(**checkpoint["config"]))
     target.load_state_dict(checkpoint["model"])
     target.tokenizer = checkpoint["tokenizer"]
@@ -738,7 +739,7 @@ def init_target(args):
 # ---------------------------------------------------------------------------------------------------------------------
 class Run:
     """The frame of a training loop: `for step in run` shows a progress bar with the loss and the time left, logs to
-    out/NAME.jsonl, saves at the end, every minute, and after Ctrl-C, and resumes. With torchrun every process takes its share
+    a .jsonl beside the checkpoint, saves at the end, every minute, and after Ctrl-C, and resumes. With torchrun every process takes its share
     of the batch and gradients are averaged (DistributedDataParallel); the first one talks and writes.
 
     probe: a function that returns a line to print, called about once a minute.
@@ -893,6 +894,7 @@ def get_target(args, text="corpus"):
     if args.seq_len > target.config.max_seq_len:
         raise UserError(f"--seq_len {args.seq_len} exceeds the target's context of {target.config.max_seq_len}")
     data = load_data(args.data, json.dumps(target.tokenizer), args.seq_len, rank > 0)
+    data.written = None
     if TEXTS[text]:
         n, path = min(512, args.steps * args.batch_size), Path(args.target).with_suffix(".texts")
         if rank == 0:
@@ -987,7 +989,7 @@ def load_drafter(method, args, target):
     checkpoint = load(args.ckpt, method.Drafter.kind)
     if checkpoint["target"] != target.fingerprint:
         raise UserError(f"{args.ckpt} was trained for another target than {args.target}: train it again (--train), or give its --target")
-    adopt(args, checkpoint)
+    adopt(args, checkpoint, {"data"})
     drafter = method.Drafter(target.config, args)
     try:
         drafter.load_state_dict(checkpoint["model"])
@@ -1028,7 +1030,7 @@ def show(method, args, target, drafter, enc, prompt):
             new, ours = record.tokens[at:at + kept], record.from_draft[at:at + kept]
             accepted = [enc.decode([t]) for t, o in zip(new, ours) if o]
             supplied = [enc.decode([t]) for t, o in zip(new, ours) if not o]
-            print(f"round {i}: drafted {drafted} deep; accepted {len(accepted)}: {accepted}; the target adds {supplied}")
+            print(f"round {i}: drafted up to {drafted} deep; accepted {len(accepted)}: {accepted}; the target adds {supplied}")
             at += kept
 
     if record.committed and plain.committed:
@@ -1103,14 +1105,14 @@ def launch(method):
     if args.prompt is not None:
         show(method, args, target, drafter, enc, enc.encode_ordinary(args.prompt))
     elif args.bench or args.train:
-        data = load_data(args.data, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
+        data = load_data(args.data, json.dumps(target.tokenizer), min(256, target.config.max_seq_len), False)
         numbers = report(method, args, target, drafter, data)
         print()
         show(method, args, target, drafter, enc, data.prompts(1, args.seed)[data.domains[0]][0][0])
         if args.json:
             print(json.dumps(numbers))
     else:
-        show(method, args, target, drafter, enc, enc.encode_ordinary("Question: What is 30 percent of 700?\nSolution:"))
+        show(method, args, target, drafter, enc, enc.encode_ordinary(math_texts(1, args.seed, True)[0][0]))
 
 
 def main():

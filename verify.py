@@ -7,8 +7,8 @@ Every round of every method is the same:
                   ┌─ drafter.draft(anchor)      ─► Tree(tokens, topology, q)
     committed ────┤
                   └─ target(tree.tokens, tree)  ─► p at every node: always exactly one pass
-    verify(p, tree)   ─► path of accepted nodes, and one bonus token
-    commit(path)      ─► rows of the target's cache moved into place, features of the path handed to the drafter
+    Session.verify    ─► path of accepted nodes, and one bonus token; rows of the path moved into place in the target's cache
+    drafter.absorb    ─► features of the path
 
 Notation: p target, q draft, N nodes (node 0 is the anchor, the newest committed token), D greatest depth of a tree,
   γ = D for a chain, V vocabulary, r the residual, τ tokens committed per target pass.
@@ -67,7 +67,7 @@ def norm(w, otherwise):
 class Topology:
     """The shape of a draft of N nodes: parent (N,), parent[0] = -1 and parent[i] < i otherwise.
 
-    max_depth: the greatest depth, known without looking (shapes depend on it).
+    max_depth: no node is deeper; known without looking (shapes depend on it).
     drawn (N,) bool: which nodes were drawn from q rather than chosen; max_drawn: the most drawn children of one node.
     Derived: depth (N,); ancestors (N, N), 0 where row i may see column j (an ancestor or itself) and -inf elsewhere;
     children (max_drawn, N): row s, column i is the s-th drawn child of node i, or 0 (the root is nobody's child).
@@ -143,7 +143,7 @@ def verify_block(p, tree):
     weight = (steps - steps.cummax(0).values.clamp_min(0)).exp()          # p_i = min(1, p_{i-1} P(x_i)/Q(x_i))
     surplus = (weight[:-1, None] * p[1:-1] - q[1:]).clamp_min(0).sum(-1)  # S_i, 0 < i < γ
     h = torch.cat([surplus, weight[-1:]])
-    accepted = accepts(h, torch.cat([surplus + 1 - weight[:-1], torch.ones_like(weight[-1:])]))
+    accepted = accepts(h, torch.cat([surplus + (1 - weight[:-1]), torch.ones_like(weight[-1:])]))
     count = torch.where(accepted, torch.arange(1, len(x) + 1, device=x.device), 0).amax()  # the largest i with u_i < h_i
     scale = torch.cat([torch.ones_like(weight[:1]), weight])[:-1, None]
     residual = norm((scale * p[:-1] - q).clamp_min(0), p[:-1])
@@ -218,7 +218,7 @@ class Committed:
 @dataclass
 class Record:
     """One generation. tokens: the new ones, at most max_new_tokens, the first stop token included; from_draft: which of them
-    were drafted and accepted; rounds: (drafted depth, accepted) per target pass, prefill excluded; committed: tokens kept per
+    were drafted and accepted; rounds: (greatest depth of the draft's shape, accepted) per target pass, prefill excluded; committed: tokens kept per
     round; seconds: "prefill", "draft", "verify", and "rounds", the wall time of all rounds, whatever it was spent on."""
     tokens: list = field(default_factory=list)
     from_draft: list = field(default_factory=list)
@@ -228,6 +228,7 @@ class Record:
 
     @property
     def tau(self):
+        """Tokens committed per target pass, the prefill and its token left out."""
         return sum(self.committed) / max(1, len(self.committed))
 
 
@@ -247,10 +248,10 @@ class Session:
         self.stop = frozenset(stop)
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.room = min(max_new_tokens, limit - len(prompt))
-        self.nodes, self.length, self.record, self.caches = nodes, len(prompt), Record(), []
+        self.nodes, self.length, self.record = nodes, len(prompt), Record()
         self.device = target.wte.weight.device
         self.cache = target.new_cache(nodes)
-        self.caches.append(self.cache)
+        self.caches = [self.cache]
         started = self.stamp()
         idx = torch.tensor([prompt], device=self.device)
         self.cache.reserve(len(prompt))
@@ -389,7 +390,7 @@ def autoregressive(target, prompt, max_new_tokens, temperature=0.0, top_k=None, 
 # ---------------------------------------------------------------------------------------------------------------------
 def n_alpha(rounds):
     """Acceptance rate at every draft position among the rounds that accepted all positions before it (rounds that were cut by
-    a stop token or by the length are left out). In a tree a position counts as accepted when any of its nodes is."""
+    a stop token or by the length are left out). In a tree a position counts as accepted when any of its nodes is, and as rejected where there is none."""
     rounds = [(d, a) for d, a in rounds if a is not None]
     depth = max((d for d, _ in rounds), default=0)
     reached = [sum(a >= i and d > i for d, a in rounds) for i in range(depth)]
@@ -404,6 +405,7 @@ def repetition(tokens, n=8):
 
 
 def quartiles(values):
+    """The three quartiles of some numbers, each one of them, rounded."""
     v = sorted(values)
     return [round(v[int(f * (len(v) - 1) + 0.5)], 2) for f in (0.25, 0.5, 0.75)]
 

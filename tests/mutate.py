@@ -42,7 +42,7 @@ FAULTS = [  # file, what stands there (once), the fault
     ("verify.py", "index_select(0, n[None] - 1))[0]", "index_select(0, n[None] - 2))[0]"),
     ("verify.py", "(weight[:-1, None] * p[1:-1] - q[1:])", "(p[1:-1] - q[1:])"),
     ("verify.py", "(steps - steps.cummax(0).values.clamp_min(0)).exp()", "steps.exp().clamp_max(1)"),
-    ("verify.py", "surplus + 1 - weight[:-1]", "surplus"),
+    ("verify.py", "surplus + (1 - weight[:-1])", "surplus"),
     ("verify.py", "residual = norm((scale * p[:-1] - q).clamp_min(0), p[:-1])", "residual = norm((p[:-1] - q).clamp_min(0), p[:-1])"),
     ("verify.py", "torch.arange(1, len(x) + 1, device=x.device), 0).amax()", "torch.arange(1, len(x) + 1, device=x.device), 0).amin()"),
     ("verify.py", "norm((r - q).clamp_min(0), r), r)", "r, r)"),
