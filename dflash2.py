@@ -79,6 +79,7 @@ class Args(CommonArgs):
     no_selector: bool = flag(False, "ablation: without the path selector")
     insert_gold: bool = flag(False, "a true token that is not among the K replaces the last of them in training; else it is skipped")
     init_from: str = flag(None, "start from this DFlash checkpoint")
+    cut: float = flag(0.05, "leave out what is accepted with less than this chance: a CPU is faster with fewer nodes; 0 on CUDA", trained=False)
     tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False, least=0)
 
 
@@ -269,7 +270,7 @@ class Drafter(nn.Module):
         c, device = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.chain = chain(self.args.block_size - 1, device)
+        self.cut = 0.0 if device.type == "cuda" else self.args.cut
         self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
     def absorb(self, new):
@@ -286,6 +287,11 @@ class Drafter(nn.Module):
         k, v = self.cache.append(l, slots, torch.stack([k, v]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    def promising(self, logits):
+        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`. The marginals (B-1, V) decide, not
+        what is drawn from them, so that the output keeps its law."""
+        return max(1, int((logits.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(logits)
+
     def draft(self, target, anchor, law=None):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
         tokens. The block's own keys and values lie beyond cache.pos and are overwritten by the next context."""
@@ -296,6 +302,9 @@ class Drafter(nn.Module):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
         h = self.norm(x[0, 1:])
         logits = target.head(h)                                                              # (B-1, V)
+        if not self.args.tree:
+            logits = logits[:self.promising(logits)]
+            h = h[:len(logits)]
         U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
         K = U.shape[1]
         before = torch.cat([anchor.expand(1, K), candidates[:-1]])                           # what slot t may follow
@@ -303,21 +312,23 @@ class Drafter(nn.Module):
         if self.args.tree:
             return self.best_first(anchor, S, candidates)
         if law is None or self.args.argmax:
-            q, after = None, candidates.gather(1, S.argmax(-1))                              # (B-1, K): the best successor
+            q, step = None, S.argmax(-1)                                                     # (B-1, K): the best successors
+            after = candidates.gather(1, step)
         else:  # any token may be drawn, or what p holds outside the candidates is lost; row K: after a token that is none of them
             rows = logits[:, None].repeat(1, K + 1, 1)
             rows[:, :K].scatter_(2, candidates[:, None].expand(-1, K, -1), S)
             q = law(rows)                                                                    # (B-1, K+1, V)
             after = sample(q)
-        row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
-        tokens, path = [anchor], [torch.zeros_like(anchor)]
-        for successors, row_of in zip(after, row):                                           # the walk
-            tokens.append(successors.index_select(0, path[-1]))
-            path.append(row_of.index_select(0, tokens[-1]))
+            row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
+            step = row.gather(1, after)
+        for s in (2 ** i for i in range((len(U) - 1).bit_length())):                         # the walks from all rows at once: at
+            step = torch.cat([step[:s], step[s:].gather(1, step[:-s])])                      # slot t, where 2s slots have led to
+        shape, path = chain(len(U), anchor.device), F.pad(step[:-1, 0], (1, 0))                                                   # rows; all of slot 1 follow the anchor
+        tokens = torch.cat([anchor, after.gather(1, path[:, None])[:, 0]])
         if q is None:
-            return Tree(torch.cat(tokens), self.chain)
-        q = q[self.cache.index[:len(U)], torch.cat(path[:-1])]                               # the conditional that was drawn from
-        return Tree(torch.cat(tokens), self.chain, F.pad(q, (0, 0, 0, 1)))
+            return Tree(tokens, shape)
+        q = q[self.cache.index[:len(U)], path]                                               # the conditional that was drawn from
+        return Tree(tokens, shape, F.pad(q, (0, 0, 0, 1)))
 
     def best_first(self, anchor, S, candidates):
         """DDTree (2604.12989) on the selector's scores: the N - 1 likeliest paths, with a heap: pop the best node, push its
@@ -325,9 +336,9 @@ class Drafter(nn.Module):
         N, K = self.args.tree, S.shape[-1]
         top = S.float().log_softmax(-1).sort(descending=True, stable=True)
         score, order, token = top.values.tolist(), top.indices.tolist(), candidates.tolist()
-        tokens, parent = [], [-1]
+        tokens, parent, limit = [], [-1], -math.log(self.cut) if self.cut else math.inf
         heap = [(-score[0][0][0], 0, 0, 0, 0)]                                                # (-Σ log q, slot, a, rank, parent)
-        while len(tokens) < N - 1 and heap:
+        while len(tokens) < N - 1 and heap and (not tokens or heap[0][0] < limit):
             cost, slot, a, rank, above = heapq.heappop(heap)
             b = order[slot][a][rank]
             tokens.append(token[slot][b])

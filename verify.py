@@ -16,6 +16,7 @@ Notation: p target, q draft, N nodes (node 0 is the anchor, the newest committed
 The lemma behind everything (Leviathan et al. 2211.17192, Chen et al. 2302.01318): draw x ~ q, accept it with probability
 min(1, p(x)/q(x)), otherwise draw from norm((p - q)+); the result has law p.
 """
+import functools
 import math
 import time
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class Topology:
             self.children = table.scatter(0, place, self.node)[:-1].view(max_drawn, N)
 
 
+@functools.lru_cache
 def chain(n, device=None):
     """The topology of an anchor followed by n drafted tokens."""
     t = Topology(torch.arange(-1, n, device=device), n, torch.arange(n + 1, device=device) > 0, 1)
@@ -219,11 +221,13 @@ class Committed:
 class Record:
     """One generation. tokens: the new ones, at most max_new_tokens, the first stop token included; from_draft: which of them
     were drafted and accepted; rounds: (greatest depth of the draft's shape, accepted) per target pass, prefill excluded; committed: tokens kept per
-    round; seconds: "prefill", "draft", "verify", and "rounds", the wall time of all rounds, whatever it was spent on."""
+    round; nodes: verified in all rounds; seconds: "prefill", "draft", "verify", and "rounds", the wall time of all rounds, whatever
+    it was spent on."""
     tokens: list = field(default_factory=list)
     from_draft: list = field(default_factory=list)
     rounds: list = field(default_factory=list)
     committed: list = field(default_factory=list)
+    nodes: int = 0
     seconds: dict = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rounds": 0.0})
 
     @property
@@ -347,6 +351,7 @@ class Session:
             self.stamps["draft"].append((t0, t1))
             self.stamps["verify"].append((t1, self.stamp()))
             self.take(new, tree.topology.max_depth if tree is not None else 0)
+            self.record.nodes += len(tree.tokens) if tree is not None else 1
             if self.capture and len(self.record.committed) == 2 and not self.done:
                 draft, tree = capture(draft)
                 verify, _ = capture(verify, tree)
@@ -438,7 +443,7 @@ def measure(target, generate, prompts, max_new_tokens, temperature=0.0, top_k=No
     ar_tok_s = plain_rounds / max(1e-9, total(1, "rounds"))
     numbers = {
         "prompts": len(pairs), "new_tokens": sum(len(r.tokens) for r, _ in pairs), "target_passes": len(rounds),
-        "tau": round(new / max(1, len(rounds)), 3), "n_alpha": n_alpha(rounds),
+        "tau": round(new / max(1, len(rounds)), 3), "nodes": round(sum(r.nodes for r, _ in pairs) / max(1, len(rounds)), 1), "n_alpha": n_alpha(rounds),
         "tok_s": round(tok_s, 1), "ar_tok_s": round(ar_tok_s, 1), "speedup": round(tok_s / max(1e-9, ar_tok_s), 3),
         "speedup_quartiles": quartiles([speed(r) / max(1e-9, speed(a)) for r, a in pairs if len(r.tokens) > 1 < len(a.tokens)] or [0]),
         "repetition": round(sum(repetition(r.tokens) for r, _ in pairs) / max(1, len(pairs)), 3),

@@ -71,15 +71,6 @@ def law_is_exact(module, target, drafter, prompt, n=600, length=4, top_k=3):
     return torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)).item() if len(cells) > 1 else 1.0
 
 
-def nodes(module, target, drafter, prompt, temperature):
-    """Nodes that one target pass verifies."""
-    sizes, draft = [], drafter.draft
-    drafter.draft = lambda *args: sizes.append(draft(*args)) or sizes[-1]
-    module.generate(target, drafter, prompt, 16, temperature)
-    del drafter.draft
-    return max(len(tree.tokens) for tree in sizes)
-
-
 def calibration(module, target, drafter, prompts, bins=10):
     """EAGLE-2's claim: [(confidence, acceptance, count)] of the children of the anchor, over greedy generations."""
     pairs, draft = [], drafter.draft
@@ -129,7 +120,7 @@ def markdown(results, hardware):
     """The README's table."""
     lines = [f"{hardware}.", ""]
     domains = [{"math": "maths"}.get(d, d) for d in next(iter(results.values()))["numbers"]["domains"]]
-    for i, (key, title) in enumerate((("", "greedy, T = 0"), ("at_temperature_1", "sampled, T = 1"))):
+    for key, title in (("", "greedy, T = 0"), ("at_temperature_1", "sampled, T = 1")):
         lines += [f"**{title}**", "",
                   "| | " + " | ".join(f"{d} τ | {d} speedup" for d in domains)
                   + " | nodes | draft ms | verify ms | plain ms/token | bound | free drafting | parameters | trained in |",
@@ -141,8 +132,9 @@ def markdown(results, hardware):
                 low, _, high = d["speedup_quartiles"]
                 cells += [f"{d['tau']:.2f}", f"**{d['speedup']:.2f}×** ({low:.2f}–{high:.2f})"]
             tau = sum(d["tau"] for d in run["domains"].values()) / len(run["domains"])
+            verified = sum(d["nodes"] for d in run["domains"].values()) / len(run["domains"])
             bound = tau * run["ar_ms"] / (run["draft_ms"] + run["verify_ms"])
-            lines.append(f"| {name} | " + " | ".join(cells) + f" | {r['nodes'][i]} | {run['draft_ms']:.2f} | {run['verify_ms']:.2f} | "
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {verified:.1f} | {run['draft_ms']:.2f} | {run['verify_ms']:.2f} | "
                          f"{run['ar_ms']:.2f} | {bound:.2f}× | {tau * run['ar_ms'] / run['verify_ms']:.2f}× | "
                          f"{r['parameters'] / 1e6:.2f} M | {r['minutes']:.1f} min |")
         lines.append("")
@@ -199,14 +191,17 @@ def figures(results, extra):
     done(fig, "n_alpha")
 
     if extra.get("sweeps"):
-        fig, axes = plt.subplots(1, 2, figsize=(9, 3))
+        fig, axes = plt.subplots(1, 3, figsize=(12, 3))
         for label, rows in extra["sweeps"].items():
             axes[0].plot([r[0] for r in rows], [r[1] for r in rows], "o-", label=label)
             axes[1].plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=label)
-        for ax, title in zip(axes, ("τ", "speedup")):
-            ax.set_xlabel("nodes verified per pass")
+        for name, rows in extra["cuts"].items():
+            axes[2].plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=name)
+        for ax, title, over in zip(axes, ("τ", "speedup", "speedup"), ("nodes, no cut", "nodes, no cut", "cut")):
+            ax.set_xlabel(over)
             ax.set_ylabel(title)
         axes[0].legend(fontsize=7)
+        axes[2].legend(fontsize=7)
         done(fig, "draft_size")
 
     if extra.get("calibration"):
@@ -252,23 +247,25 @@ def main():
         numbers = train.report(module, args, target, drafter, data)
         prompt = data.prompts(1, seed=3)[data.domains[0]][0][0]
         results[args.name] = {
-            "numbers": numbers, "nodes": [nodes(module, target, drafter, prompt, T) for T in (0.0, 1.0)],
-            "parameters": sum(p.numel() for p in drafter.parameters()),
+            "numbers": numbers, "parameters": sum(p.numel() for p in drafter.parameters()),
             "minutes": training_minutes(args.ckpt), "ckpt": args.ckpt, "p_value": law_is_exact(module, target, drafter, prompt)}
         print(f"law of the first four tokens at T=1, top-k 3: chi-square p-value: {results[args.name]['p_value']:.3f}")
     extra = {}
     if not options.no_sweeps:
         prompts = [p for pairs in data.prompts(2, seed=11).values() for p, _ in pairs]
         methods = {Path(f).stem: load_method(f) for f in options.methods}
-        extra["sweeps"] = {}
+        extra["sweeps"], extra["cuts"] = {}, {}
         if "eagle2" in methods:
             _, _, drafter = prepare(methods["eagle2"], target)
             extra["calibration"] = calibration(methods["eagle2"], target, drafter, prompts)
-            extra["sweeps"]["eagle2"] = sweep(methods["eagle2"], target, prompts, "n_nodes", (8, 16, 24, 32))
+            extra["sweeps"]["eagle2"] = sweep(methods["eagle2"], target, prompts, "n_nodes", (8, 16, 24, 32), cut=0.0)
         for name in ("dflash", "dflash2"):
             if name in methods:
-                extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (16, 24, 32, 48))
-                extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 8, 12, 16))
+                extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (16, 24, 32, 48), cut=0.0)
+                extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 8, 12, 16), cut=0.0)
+        for name, module in methods.items():
+            if hasattr(module.Args, "cut"):
+                extra["cuts"][name] = sweep(module, target, prompts, "cut", (0.0, 0.02, 0.05, 0.1, 0.2))
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = next((line.split(":")[1].strip() for line in known.splitlines() if "model name" in line), platform.processor())
     hardware = (f"{torch.get_num_threads()} threads of {cpu}, {next(iter(results.values()))['numbers']['dtype']}, PyTorch {torch.__version__}, "
