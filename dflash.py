@@ -198,10 +198,10 @@ class Drafter(nn.Module):
         k, v = self.cache.append(l, slots, torch.stack([k, v]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def promising(self, logits):
-        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`. The marginals (B-1, V) decide, not
+    def promising(self, scores):
+        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`: its scores (B-1, V or K) decide, not
         what is drawn from them, so that the output keeps its law."""
-        return max(1, int((logits.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(logits)
+        return max(1, int((scores.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(scores)
 
     def draft(self, target, anchor, law=None):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest

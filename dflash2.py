@@ -287,10 +287,10 @@ class Drafter(nn.Module):
         k, v = self.cache.append(l, slots, torch.stack([k, v]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def promising(self, logits):
-        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`. The marginals (B-1, V) decide, not
+    def promising(self, scores):
+        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`: its scores (B-1, V or K) decide, not
         what is drawn from them, so that the output keeps its law."""
-        return max(1, int((logits.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(logits)
+        return max(1, int((scores.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(scores)
 
     def draft(self, target, anchor, law=None):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
@@ -302,33 +302,34 @@ class Drafter(nn.Module):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
         h = self.norm(x[0, 1:])
         logits = target.head(h)                                                              # (B-1, V)
-        if not self.args.tree:
-            logits = logits[:self.promising(logits)]
-            h = h[:len(logits)]
         U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
-        K = U.shape[1]
+        K, slot = U.shape[1], self.cache.index[:len(U)]
         before = torch.cat([anchor.expand(1, K), candidates[:-1]])                           # what slot t may follow
         S = U[:, None].expand(-1, K, -1) if self.args.no_selector else self.pair_scores(h, U, candidates, before)
         if self.args.tree:
             return self.best_first(anchor, S, candidates)
+        step = S.argmax(-1)                                                                  # (B-1, K): the best successors
+        path = self.walk(step)
+        n = self.promising(S[slot, path])
         if law is None or self.args.argmax:
-            q, step = None, S.argmax(-1)                                                     # (B-1, K): the best successors
-            after = candidates.gather(1, step)
-        else:  # any token may be drawn, or what p holds outside the candidates is lost; row K: after a token that is none of them
-            rows = logits[:, None].repeat(1, K + 1, 1)
-            rows[:, :K].scatter_(2, candidates[:, None].expand(-1, K, -1), S)
-            q = law(rows)                                                                    # (B-1, K+1, V)
-            after = sample(q)
-            row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
-            step = row.gather(1, after)
-        for s in (2 ** i for i in range((len(U) - 1).bit_length())):                         # the walks from all rows at once: at
-            step = torch.cat([step[:s], step[s:].gather(1, step[:-s])])                      # slot t, where 2s slots have led to
-        shape, path = chain(len(U), anchor.device), F.pad(step[:-1, 0], (1, 0))                                                   # rows; all of slot 1 follow the anchor
-        tokens = torch.cat([anchor, after.gather(1, path[:, None])[:, 0]])
-        if q is None:
-            return Tree(tokens, shape)
-        q = q[self.cache.index[:len(U)], path]                                               # the conditional that was drawn from
-        return Tree(tokens, shape, F.pad(q, (0, 0, 0, 1)))
+            tokens = candidates.gather(1, step).gather(1, path[:, None])[:n, 0]
+            return Tree(torch.cat([anchor, tokens]), chain(n, anchor.device))
+        # Any token may be drawn, or what p holds outside the candidates is lost; row K: after a token that is none of them.
+        rows = logits[:n, None].repeat(1, K + 1, 1)
+        rows[:, :K].scatter_(2, candidates[:n, None].expand(-1, K, -1), S[:n])
+        q = law(rows)                                                                        # (n, K+1, V)
+        after = sample(q)
+        row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
+        path = self.walk(row[:n].gather(1, after))
+        q = q[slot[:n], path]                                                                # the conditional that was drawn from
+        return Tree(torch.cat([anchor, after.gather(1, path[:, None])[:, 0]]), chain(n, anchor.device), F.pad(q, (0, 0, 0, 1)))
+
+    def walk(self, step):
+        """The rows that the walk from the anchor passes: step (n, rows) says for every row of a slot which row of the next slot
+        follows -> (n,). In log n steps: all walks at once, each time twice as long."""
+        for s in (2 ** i for i in range((len(step) - 1).bit_length())):
+            step = torch.cat([step[:s], step[s:].gather(1, step[:-s])])
+        return F.pad(step[:-1, 0], (1, 0))                                                   # all rows of slot 1 follow the anchor
 
     def best_first(self, anchor, S, candidates):
         """DDTree (2604.12989) on the selector's scores: the N - 1 likeliest paths, with a heap: pop the best node, push its

@@ -105,7 +105,7 @@ FAULTS = [  # file, what stands there (once), the fault
     ("eagle2.py", "Topology(parent, depth, drawn", "Topology(parent, depth - 1, drawn"),
     ("dflash2.py", "before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)", "before = F.pad(x[:, :-1], (0, 0, 1, 0))"),
     ("dflash2.py", "before = torch.cat([anchor.expand(1, K), candidates[:-1]])", "before = candidates"),
-    ("dflash2.py", "index[:len(U)], path]", "index[:len(U)], path.roll(-1)]"),
+    ("dflash2.py", "q = q[slot[:n], path]", "q = q[slot[:n], path.roll(-1)]"),
     ("dflash2.py", "step[s:].gather(1, step[:-s])", "step[:-s].gather(1, step[s:])"),
     ("dflash2.py", "self.convs[0](y, after)", "self.convs[0](y, before)"),
     ("dflash2.py", "F.pad(step[:-1, 0], (1, 0))", "torch.zeros_like(step[:, 0])"),

@@ -233,18 +233,25 @@ def test_dynamic_tree_holds_the_best_values(name, target):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.inference_mode()
 def test_a_cut_block_ends_where_its_chance_does(name, temperature, target):
-    """--cut: the slots up to which the product of the likeliest tokens' marginals exceeds it, one at least, whatever is drawn from
-    them; they are what the whole block begins with. A tree keeps its nodes above the cut."""
+    """--cut: the slots up to which the likeliest chain's probability exceeds it, one at least, whatever is drawn from them; they are
+    what the whole block begins with. A tree keeps its nodes above the cut."""
     _, drafter, draft, _ = a_round(name, target, temperature=temperature, block_size=6)
     shaken(drafter)
     seen, head = [], target.head
-    target.head = lambda h: seen.append(head(h)) or seen[-1]
+    target.head = lambda h: seen.append((h, head(h))) or seen[-1][1]
     try:
         torch.manual_seed(0)
-        tokens, marginals = draft().tokens.tolist(), seen[-1]
+        tree = draft()
     finally:
         target.head = head
-    chance = marginals.softmax(-1).amax(-1).cumprod(0).tolist()
+    tokens, (h, marginals), token, total, chance = tree.tokens.tolist(), seen[-1], tree.tokens[:1], 0.0, []
+    for t, row in enumerate(marginals):
+        scores, candidates = row.topk(16)
+        if name == "dflash2":
+            scores = drafter.pair_scores(h[t], scores, candidates, token)[0]
+        value, best = scores.log_softmax(-1).max(0) if name == "dflash2" else row.log_softmax(-1).max(0)
+        token, total = candidates[best][None] if name == "dflash2" else best[None], total + value.item()
+        chance.append(math.exp(total))
     for cut, n in [(0.999, 1), *(((a + b) / 2, i) for i, (a, b) in enumerate(pairwise(chance), 1))]:
         drafter.cut = cut
         torch.manual_seed(0)
