@@ -109,7 +109,7 @@ FAULTS = [  # file, what stands there (once), the fault
     ("dflash2.py", "step[s:].gather(1, step[:-s])", "step[:-s].gather(1, step[s:])"),
     ("dflash2.py", "self.convs[0](y, after)", "self.convs[0](y, before)"),
     ("dflash2.py", "F.pad(step[:-1, 0], (1, 0))", "torch.zeros_like(step[:, 0])"),
-    ("dflash2.py", "candidates[:, None].expand(-1, K, -1), S)", "candidates[:, None].expand(-1, K, -1), S + 1)"),
+    ("dflash2.py", "expand(-1, K, -1), S[:n])", "expand(-1, K, -1), S[:n] + 1)"),
 ]
 
 
