@@ -64,7 +64,6 @@ class Args(CommonArgs):
     n_anchors: int = flag(32, "blocks per training sequence")
     hard: bool = flag(False, "train on the tokens themselves (as DFlash's paper does) rather than on the target's distribution")
     argmax: bool = flag(False, "at T > 0 draft the likeliest token of each slot, not a sample", trained=False)
-    cut: float = flag(0.05, "leave out what is accepted with less than this chance: a CPU is faster with fewer nodes; 0 on CUDA", trained=False)
     tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False, least=0)
 
 
@@ -181,7 +180,7 @@ class Drafter(nn.Module):
         c, device = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.cut = 0.0 if device.type == "cuda" else self.args.cut
+        self.chain = chain(self.args.block_size - 1, device)
         self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
     def absorb(self, new):
@@ -198,11 +197,6 @@ class Drafter(nn.Module):
         k, v = self.cache.append(l, slots, torch.stack([k, v]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def promising(self, scores):
-        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`: its scores (B-1, V or K) decide, not
-        what is drawn from them, so that the output keeps its law."""
-        return max(1, int((scores.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(scores)
-
     def draft(self, target, anchor, law=None):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
         tokens. The block's own keys and values lie beyond cache.pos and are overwritten by the next context."""
@@ -214,12 +208,10 @@ class Drafter(nn.Module):
         logits = target.head(self.norm(x[0, 1:]))                                            # (B-1, V)
         if self.args.tree:
             return self.best_first(anchor, logits)
-        logits = logits[:self.promising(logits)]
-        shape = chain(len(logits), anchor.device)
         if law is None or self.args.argmax:
-            return Tree(torch.cat([anchor, logits.argmax(-1)]), shape)
+            return Tree(torch.cat([anchor, logits.argmax(-1)]), self.chain)
         q = law(logits)
-        return Tree(torch.cat([anchor, sample(q)]), shape, F.pad(q, (0, 0, 0, 1)))
+        return Tree(torch.cat([anchor, sample(q)]), self.chain, F.pad(q, (0, 0, 0, 1)))
 
     def best_first(self, anchor, logits):
         """DDTree (2604.12989): the N - 1 likeliest prefixes under the product of the slots' marginals, with a heap: pop the
@@ -227,9 +219,9 @@ class Drafter(nn.Module):
         N, K = self.args.tree, min(self.args.tree, logits.shape[-1])
         top = logits.float().log_softmax(-1).topk(K)
         score, token = top.values.tolist(), top.indices.tolist()
-        tokens, parent, limit = [], [-1], -math.log(self.cut) if self.cut else math.inf
+        tokens, parent = [], [-1]
         heap = [(-score[0][0], 0, 0, 0)]                                                      # (-Σ log q, slot, rank, parent)
-        while len(tokens) < N - 1 and heap and (not tokens or heap[0][0] < limit):
+        while len(tokens) < N - 1 and heap:
             cost, slot, rank, above = heapq.heappop(heap)
             tokens.append(token[slot][rank])
             parent.append(above)

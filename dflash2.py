@@ -79,7 +79,6 @@ class Args(CommonArgs):
     no_selector: bool = flag(False, "ablation: without the path selector")
     insert_gold: bool = flag(False, "a true token that is not among the K replaces the last of them in training; else it is skipped")
     init_from: str = flag(None, "start from this DFlash checkpoint")
-    cut: float = flag(0.05, "leave out what is accepted with less than this chance: a CPU is faster with fewer nodes; 0 on CUDA", trained=False)
     tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False, least=0)
 
 
@@ -270,7 +269,7 @@ class Drafter(nn.Module):
         c, device = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.cut = 0.0 if device.type == "cuda" else self.args.cut
+        self.chain = chain(self.args.block_size - 1, device)
         self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
     def absorb(self, new):
@@ -287,11 +286,6 @@ class Drafter(nn.Module):
         k, v = self.cache.append(l, slots, torch.stack([k, v]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def promising(self, scores):
-        """How many slots, one at least, the likeliest chain reaches with a chance above `cut`: its scores (B-1, V or K) decide, not
-        what is drawn from them, so that the output keeps its law."""
-        return max(1, int((scores.softmax(-1).amax(-1).cumprod(0) > self.cut).sum())) if self.cut else len(scores)
-
     def draft(self, target, anchor, law=None):
         """One pass over [anchor, MASK, ...]. anchor (1,); law: logits -> the distribution to sample, None for the likeliest
         tokens. The block's own keys and values lie beyond cache.pos and are overwritten by the next context."""
@@ -303,33 +297,31 @@ class Drafter(nn.Module):
         h = self.norm(x[0, 1:])
         logits = target.head(h)                                                              # (B-1, V)
         U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
-        K, slot = U.shape[1], self.cache.index[:len(U)]
+        K = U.shape[1]
         before = torch.cat([anchor.expand(1, K), candidates[:-1]])                           # what slot t may follow
         S = U[:, None].expand(-1, K, -1) if self.args.no_selector else self.pair_scores(h, U, candidates, before)
         if self.args.tree:
             return self.best_first(anchor, S, candidates)
-        step = S.argmax(-1)                                                                  # (B-1, K): the best successors
-        path = self.walk(step)
-        n = self.promising(S[slot, path])
         if law is None or self.args.argmax:
-            tokens = candidates.gather(1, step).gather(1, path[:, None])[:n, 0]
-            return Tree(torch.cat([anchor, tokens]), chain(n, anchor.device))
+            best = S.argmax(-1)                                                              # (B-1, K): the best successors
+            tokens = candidates.gather(1, best).gather(1, self.walk(best))
+            return Tree(torch.cat([anchor, tokens[:, 0]]), self.chain)
         # Any token may be drawn, or what p holds outside the candidates is lost; row K: after a token that is none of them.
-        rows = logits[:n, None].repeat(1, K + 1, 1)
-        rows[:, :K].scatter_(2, candidates[:n, None].expand(-1, K, -1), S[:n])
-        q = law(rows)                                                                        # (n, K+1, V)
+        rows = logits[:, None].repeat(1, K + 1, 1)
+        rows[:, :K].scatter_(2, candidates[:, None].expand(-1, K, -1), S)
+        q = law(rows)                                                                        # (B-1, K+1, V)
         after = sample(q)
         row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
-        path = self.walk(row[:n].gather(1, after))
-        q = q[slot[:n], path]                                                                # the conditional that was drawn from
-        return Tree(torch.cat([anchor, after.gather(1, path[:, None])[:, 0]]), chain(n, anchor.device), F.pad(q, (0, 0, 0, 1)))
+        path = self.walk(row.gather(1, after))
+        q = q[self.cache.index[:len(q)], path[:, 0]]                                         # the conditional that was drawn from
+        return Tree(torch.cat([anchor, after.gather(1, path)[:, 0]]), self.chain, F.pad(q, (0, 0, 0, 1)))
 
     def walk(self, step):
         """The rows that the walk from the anchor passes: step (n, rows) says for every row of a slot which row of the next slot
-        follows -> (n,). In log n steps: all walks at once, each time twice as long."""
+        follows -> (n, 1). In log n steps: all walks at once, each time twice as long."""
         for s in (2 ** i for i in range((len(step) - 1).bit_length())):
             step = torch.cat([step[:s], step[s:].gather(1, step[:-s])])
-        return F.pad(step[:-1, 0], (1, 0))                                                   # all rows of slot 1 follow the anchor
+        return F.pad(step[:-1, :1], (0, 0, 1, 0))                                            # all rows of slot 1 follow the anchor
 
     def best_first(self, anchor, S, candidates):
         """DDTree (2604.12989) on the selector's scores: the N - 1 likeliest paths, with a heap: pop the best node, push its
@@ -337,9 +329,9 @@ class Drafter(nn.Module):
         N, K = self.args.tree, S.shape[-1]
         top = S.float().log_softmax(-1).sort(descending=True, stable=True)
         score, order, token = top.values.tolist(), top.indices.tolist(), candidates.tolist()
-        tokens, parent, limit = [], [-1], -math.log(self.cut) if self.cut else math.inf
+        tokens, parent = [], [-1]
         heap = [(-score[0][0][0], 0, 0, 0, 0)]                                                # (-Σ log q, slot, a, rank, parent)
-        while len(tokens) < N - 1 and heap and (not tokens or heap[0][0] < limit):
+        while len(tokens) < N - 1 and heap:
             cost, slot, a, rank, above = heapq.heappop(heap)
             b = order[slot][a][rank]
             tokens.append(token[slot][b])

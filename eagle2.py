@@ -60,8 +60,6 @@ class Args(CommonArgs):
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
     n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
                            "expanded or drawn", trained=False)
-    cut: float = flag(0.05, "leave out what is accepted with less than this chance: a CPU is faster with fewer nodes; 0 on CUDA, and "
-                            "where children are drawn", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
                          "0: a deterministic tree (published), --width or more: all drawn", trained=False, least=0)
 
@@ -163,7 +161,6 @@ class Drafter(nn.Module):
         m = self.beam
         self.itself = torch.full((m, m), -math.inf, device=device, dtype=self.cache.kv.dtype).fill_diagonal_(0)
         self.drawn = min(self.args.drawn, self.width) if session.temperature else 0
-        self.cut = 0.0 if self.drawn or device.type == "cuda" else self.args.cut
 
     def cached(self, slots, sees):
         """Attention of rows that are written to the cache at slots (T,); sees (T, R): which of the R rows behind cache.pos."""
@@ -206,20 +203,17 @@ class Drafter(nn.Module):
             tokens.append(children.flatten())
             values.append(children_value)
             parents.append(frontier.repeat_interleave(k))
-            if depth > self.args.depth or (self.cut and children_value.max() <= math.log(self.cut)):
-                break
-            value, best = children_value.topk(m)                                          # the next to be expanded
-            row = best // k                                                               # their parents in f
-            sees = torch.cat([sees.index_select(0, row), self.itself[:m, :m]], 1)
-            f = self.step(target, f.index_select(0, row), tokens[-1].index_select(0, best), depth, sees)
-            frontier, number = number + best, number + len(children_value)
+            if depth <= self.args.depth:
+                value, best = children_value.topk(m)                                      # the next to be expanded
+                row = best // k                                                           # their parents in f
+                sees = torch.cat([sees.index_select(0, row), self.itself[:m, :m]], 1)
+                f = self.step(target, f.index_select(0, row), tokens[-1].index_select(0, best), depth, sees)
+                frontier, number = number + best, number + len(children_value)
         tokens, parents, values, expanded = (torch.cat(x) for x in (tokens, parents, values, expanded))
         drawn = torch.arange(k, device=device).lt(self.drawn).repeat(len(values) // k)    # the first children of every node
         if self.drawn:  # what is drawn, and where it was drawn, stays
             values = values.masked_fill(drawn, math.inf).index_fill(0, expanded[1:] - 1, math.inf)
         N = min(self.nodes if self.drawn else self.args.n_nodes, len(tokens))
-        if self.cut:
-            N = min(N, 1 + max(1, int((values > math.log(self.cut)).sum())))
         order = values.sort(descending=True, stable=True).indices[:N - 1] + 1             # of equals the first: a parent precedes
         kept = torch.cat([expanded[:1], order.sort().values])
         place = torch.zeros_like(tokens).scatter(0, kept, torch.arange(N, device=device)) # new numbers
@@ -229,7 +223,7 @@ class Drafter(nn.Module):
         if self.drawn:
             laws = torch.cat(laws)
             q = laws.new_zeros(N, laws.shape[1]).index_copy(0, place[expanded], laws)
-        return Tree(tokens[kept], Topology(parent, depth, drawn, self.drawn), q)
+        return Tree(tokens[kept], Topology(parent, self.args.depth + 1, drawn, self.drawn), q)
 
 
 def train(args):

@@ -4,7 +4,7 @@
     python tests/ablate.py eagle1 dflash2     these groups
     python tests/ablate.py --no-write         leaves README.md alone
 
-A row is tau on held-out prompts, domain by domain, of whole drafts (--cut 0). Checkpoints and numbers stay in out/ablate.
+A row is tau on held-out prompts, domain by domain. Checkpoints and numbers stay in out/ablate.
 """
 import argparse
 import json
@@ -69,8 +69,7 @@ def recall(module, target, drafter, prompts, ks=(1, 16)):
 
 def measured(module, target, data, n, **settings):
     """{temperature: {domain: tau}} over n held-out prompts a domain, and the recall of drafters of blocks."""
-    whole = {"cut": 0.0} if hasattr(module.Args, "cut") else {}
-    _, _, drafter = prepare(module, target, **whole, **settings)
+    _, _, drafter = prepare(module, target, **settings)
     found, prompts = {}, {d: [p for p, _ in pairs] for d, pairs in data.prompts(n, seed=5).items()}
     for T in (0.0, 0.7, 1.0) if hasattr(drafter.args, "drawn") else (0.0, 1.0):
         for domain, texts in prompts.items():

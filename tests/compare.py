@@ -191,17 +191,14 @@ def figures(results, extra):
     done(fig, "n_alpha")
 
     if extra.get("sweeps"):
-        fig, axes = plt.subplots(1, 3, figsize=(12, 3))
+        fig, axes = plt.subplots(1, 2, figsize=(9, 3))
         for label, rows in extra["sweeps"].items():
             axes[0].plot([r[0] for r in rows], [r[1] for r in rows], "o-", label=label)
             axes[1].plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=label)
-        for name, rows in extra["cuts"].items():
-            axes[2].plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=name)
-        for ax, title, over in zip(axes, ("τ", "speedup", "speedup"), ("nodes, no cut", "nodes, no cut", "cut")):
-            ax.set_xlabel(over)
+        for ax, title in zip(axes, ("τ", "speedup")):
+            ax.set_xlabel("nodes verified per pass")
             ax.set_ylabel(title)
         axes[0].legend(fontsize=7)
-        axes[2].legend(fontsize=7)
         done(fig, "draft_size")
 
     if extra.get("calibration"):
@@ -254,18 +251,15 @@ def main():
     if not options.no_sweeps:
         prompts = [p for pairs in data.prompts(2, seed=11).values() for p, _ in pairs]
         methods = {Path(f).stem: load_method(f) for f in options.methods}
-        extra["sweeps"], extra["cuts"] = {}, {}
+        extra["sweeps"] = {}
         if "eagle2" in methods:
             _, _, drafter = prepare(methods["eagle2"], target)
             extra["calibration"] = calibration(methods["eagle2"], target, drafter, prompts)
-            extra["sweeps"]["eagle2"] = sweep(methods["eagle2"], target, prompts, "n_nodes", (8, 16, 24, 32), cut=0.0)
+            extra["sweeps"]["eagle2"] = sweep(methods["eagle2"], target, prompts, "n_nodes", (8, 16, 24, 32))
         for name in ("dflash", "dflash2"):
             if name in methods:
-                extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (16, 24, 32, 48), cut=0.0)
-                extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 8, 12, 16), cut=0.0)
-        for name, module in methods.items():
-            if hasattr(module.Args, "cut"):
-                extra["cuts"][name] = sweep(module, target, prompts, "cut", (0.0, 0.02, 0.05, 0.1, 0.2))
+                extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (16, 24, 32, 48))
+                extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 8, 12, 16))
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = next((line.split(":")[1].strip() for line in known.splitlines() if "model name" in line), platform.processor())
     hardware = (f"{torch.get_num_threads()} threads of {cpu}, {next(iter(results.values()))['numbers']['dtype']}, PyTorch {torch.__version__}, "

@@ -315,10 +315,9 @@ def counted(law_shape, V, outputs):
 # ---------------------------------------------------------------------------------------------------------------------
 ROOT = Path(__file__).parent.parent
 METHODS = sorted(f.stem for f in ROOT.glob("*.py") if "\nclass Drafter" in f.read_text(encoding="utf-8"))
-SMALL = {"block_size": 4, "n_draft_layer": 2, "n_taps": 2, "depth": 2, "n_nodes": 12, "cut": 0.0, "device": "cpu", "dtype": "float64"}
+SMALL = {"block_size": 4, "n_draft_layer": 2, "n_taps": 2, "depth": 2, "n_nodes": 12, "device": "cpu", "dtype": "float64"}
 WAYS = [{}, {"argmax": True}, {"tree": 9}, {"tree": 3, "block_size": 8}, {"drawn": 0}, {"drawn": 9}, {"n_candidates": 2},
-        {"width": 9, "beam": 2, "depth": 3},
-        {"cut": 0.2}, {"cut": 0.1, "tree": 9}, {"cut": 0.1, "drawn": 0}]
+        {"width": 9, "beam": 2, "depth": 3}]
 
 
 def ways():

@@ -100,16 +100,13 @@ FAULTS = [  # file, what stands there (once), the fault
     ("dflash.py", "sample(q)])", "q.argmax(-1)])"),
     ("dflash.py", "heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, len(tokens)))",
      "heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, above))"),
-    ("dflash.py", "cumprod(0) > self.cut", "cumprod(0) < self.cut"),
-    ("eagle2.py", "N = min(N, 1 + max(1, int((values", "N = min(N, 2 + max(1, int((values"),
-    ("eagle2.py", "Topology(parent, depth, drawn", "Topology(parent, depth - 1, drawn"),
     ("dflash2.py", "before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)", "before = F.pad(x[:, :-1], (0, 0, 1, 0))"),
     ("dflash2.py", "before = torch.cat([anchor.expand(1, K), candidates[:-1]])", "before = candidates"),
-    ("dflash2.py", "q = q[slot[:n], path]", "q = q[slot[:n], path.roll(-1)]"),
+    ("dflash2.py", "q = q[self.cache.index[:len(q)], path[:, 0]]", "q = q[self.cache.index[:len(q)], path[:, 0].roll(-1)]"),
     ("dflash2.py", "step[s:].gather(1, step[:-s])", "step[:-s].gather(1, step[s:])"),
     ("dflash2.py", "self.convs[0](y, after)", "self.convs[0](y, before)"),
-    ("dflash2.py", "F.pad(step[:-1, 0], (1, 0))", "torch.zeros_like(step[:, 0])"),
-    ("dflash2.py", "expand(-1, K, -1), S[:n])", "expand(-1, K, -1), S[:n] + 1)"),
+    ("dflash2.py", "F.pad(step[:-1, :1], (0, 0, 1, 0))", "torch.zeros_like(step[:, :1])"),
+    ("dflash2.py", "expand(-1, K, -1), S)", "expand(-1, K, -1), S + 1)"),
 ]
 
 

@@ -5,9 +5,8 @@ import verify
 
 
 def a_round(name, target, prompt=(1, 2, 3, 4), device="cpu", temperature=0.0, drafter=None, **settings):
-    """(session, drafter, draft, verify) of a method after prefill, as its generate composes them, with whole drafts (cut 0)."""
+    """(session, drafter, draft, verify) of a method after prefill, as its generate composes them."""
     method = importlib.import_module(name)
-    settings = {"cut": 0.0, **settings} if hasattr(method.Args, "cut") else settings
     if drafter is None:
         drafter = method.Drafter(target.config, method.Args(**settings)).to(device, target.wte.weight.dtype).eval()
     found = []

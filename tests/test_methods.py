@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import importlib
 import math
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -202,8 +202,7 @@ def test_eagle1_tree_is_the_published_one(target):
 @pytest.mark.parametrize("name", EAGLES[1:])
 @torch.inference_mode()
 def test_dynamic_tree_holds_the_best_values(name, target):
-    """With room for everything to be expanded, the tree is the set of the N - 1 best path values, found here by brute force; with
-    --cut it is those of them above the cut, and the best one in any case."""
+    """With room for everything to be expanded, the tree is the set of the N - 1 best path values, found here by brute force."""
     session, drafter, _, _ = a_round(name, target, width=3, beam=9, depth=2, n_nodes=9)
     shaken(drafter)
     drafter.width, drafter.beam = 3, 3  # beam <= width: with depth 1 every node of the first level is expanded
@@ -219,50 +218,6 @@ def test_dynamic_tree_holds_the_best_values(name, target):
         values |= {a + (b,): v + w for b, w in zip(after.indices.tolist(), after.values.tolist())}
     best = set(sorted(values, key=values.get, reverse=True)[:8])
     assert set(paths(tree)) == best
-    ordered = sorted(values.values(), reverse=True)
-    for n in (1, 2, 4, 7, 8, 11):
-        drafter.cut = math.exp((ordered[n - 1] + ordered[n]) / 2)
-        tree = drafter.draft(target, text(target, 12)[0, 11:])
-        assert set(paths(tree)) == set(sorted(values, key=values.get, reverse=True)[:min(n, 8)])
-        assert tree.topology.depth.max() <= tree.topology.max_depth
-    drafter.cut = 0.999
-    assert len(paths(drafter.draft(target, text(target, 12)[0, 11:]))) == 1
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@torch.inference_mode()
-def test_a_cut_block_ends_where_its_chance_does(name, temperature, target):
-    """--cut: the slots up to which the likeliest chain's probability exceeds it, one at least, whatever is drawn from them; they are
-    what the whole block begins with. A tree keeps its nodes above the cut."""
-    _, drafter, draft, _ = a_round(name, target, temperature=temperature, block_size=6)
-    shaken(drafter)
-    seen, head = [], target.head
-    target.head = lambda h: seen.append((h, head(h))) or seen[-1][1]
-    try:
-        torch.manual_seed(0)
-        tree = draft()
-    finally:
-        target.head = head
-    tokens, (h, marginals), token, total, chance = tree.tokens.tolist(), seen[-1], tree.tokens[:1], 0.0, []
-    for t, row in enumerate(marginals):
-        scores, candidates = row.topk(16)
-        if name == "dflash2":
-            scores = drafter.pair_scores(h[t], scores, candidates, token)[0]
-        value, best = scores.log_softmax(-1).max(0) if name == "dflash2" else row.log_softmax(-1).max(0)
-        token, total = candidates[best][None] if name == "dflash2" else best[None], total + value.item()
-        chance.append(math.exp(total))
-    for cut, n in [(0.999, 1), *(((a + b) / 2, i) for i, (a, b) in enumerate(pairwise(chance), 1))]:
-        drafter.cut = cut
-        torch.manual_seed(0)
-        tree = draft()
-        assert len(tree.tokens) == 1 + n and (temperature or tree.tokens.tolist() == tokens[:1 + n])
-    drafter.args.tree, trees = 40, []
-    for drafter.cut in (0.0, 0.02, 0.1, 0.999):
-        trees.append(draft().tokens.tolist())
-        assert trees[-1] == trees[0][:len(trees[-1])]
-    sizes = list(map(len, trees))
-    assert sizes[0] == 40 > sizes[-2] > sizes[-1] == 2 and sizes == sorted(sizes, reverse=True)
 
 
 def paths(tree):
