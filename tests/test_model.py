@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import tiny, topology
 
-from model import KVCache, load_gpt2
+from model import KVCache, load_gpt2, rope_angles, rotate
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
@@ -282,3 +282,18 @@ def test_gpt2_weights_in_transformers():
     theirs.tie_weights()
     text = tokens(10, 13)[None]
     torch.testing.assert_close(load_gpt2(w).double()(text)[0], theirs(text).logits, rtol=0, atol=1e-10)
+
+
+def test_rotary_positions_are_rotations():
+    """rotate turns pairs (i, i + hd/2) like complex numbers, by position times base^(-2i/hd): lengths stay, and the product of a
+    query and a key depends on their distance alone."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 5, 8, generator=g, dtype=torch.float64)
+    for position in (0, 3, 100):
+        at = torch.full((5,), position)
+        turned = torch.view_as_complex(torch.stack(rotate(q, rope_angles(at, 8, torch.float64)).chunk(2, -1), -1))
+        angle = position * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+        plain = torch.view_as_complex(torch.stack(q.chunk(2, -1), -1))
+        torch.testing.assert_close(turned, plain * torch.polar(torch.ones_like(angle), angle), atol=1e-6, rtol=1e-5)
+        near, far = (rotate(q, rope_angles(at + s, 8, torch.float64)) @ rotate(k, rope_angles(at + s + 7, 8, torch.float64)).T for s in (0, 50))
+        torch.testing.assert_close(near, far, atol=1e-4, rtol=1e-4)
