@@ -74,6 +74,28 @@ def test_training_pass_equals_drafting(name, target):
     assert method.Drafter.kind == drafter.kind
 
 
+@pytest.mark.parametrize("name", EAGLES)
+@torch.inference_mode()
+def test_a_drafted_path_continues_the_sequence(name, target):
+    """The passes along a drafted path are those of one causal sequence: committed slots with the target's features, then drafted
+    ones with the drafter's own outputs, at consecutive positions."""
+    session, drafter, _, _ = a_round(name, target)
+    shaken(drafter)
+    idx, n, drafted = text(target, 12), 7, 4
+    new = committed(target, drafter, idx, n)
+    drafter.reset(session)
+    drafter.absorb(target, new)
+    states = [drafter.state.clone()]
+    for i in range(1, drafted + 1):
+        states.append(drafter.step(target, states[-1], idx[0, n + i:n + i + 1], i, torch.zeros(1, i, dtype=torch.float64)))
+    first = drafter.fuse([h[None] for h in new.h]) if name == "eagle3" else new.h[0][None]
+    rows = torch.cat([first, torch.stack(states[:-1], 1)], 1)
+    positions = drafter.angles(torch.arange(n + drafted))
+    whole = drafter.advance(target, rows, idx[:, 1:n + drafted + 1], positions,
+                            lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True))
+    assert torch.allclose(whole[0, n - 1:], torch.cat(states), atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.inference_mode()
 def test_training_blocks_equal_drafting(name, target, monkeypatch):

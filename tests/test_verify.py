@@ -458,6 +458,7 @@ def test_every_accept_length(target, wrong):
     record = generate(target, drafter, [1], 16)
     assert set(cut(record)) == {(4, wrong)}
     assert record.committed[:-1] == [wrong + 1] * (len(record.committed) - 1)
+    assert all((accepted is None) == (kept <= wrong) for (_, accepted), kept in zip(record.rounds, record.committed))
     pattern = ([True] * wrong + [False]) * 16
     assert record.from_draft == [False] + pattern[:15]
     assert verify.n_alpha(record.rounds) == [1.0] * wrong + [0.0] * (wrong < 4)
