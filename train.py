@@ -1,7 +1,7 @@
 """Data, tokenizer, optimiser, checkpoints, and the training of the target itself.
 
     python train.py                     trains the target on text that every Python installation carries
-    python train.py --steps 2000        longer
+    python train.py --train --steps 2000  anew, and longer
     python train.py --prompt "def "     continues a text with the trained target
     python train.py --init gpt2         takes real GPT-2 weights instead of training
 
@@ -813,13 +813,14 @@ class Run:
                         raise UserError(f"the loss is {loss} at step {done}: try a smaller --lr")
                 if self.agreed(interrupts) and done < self.args.steps:
                     self.save(done)
-                    raise UserError(f"interrupted after step {done}; {self.path} has it: --resume goes on")
+                    command = f"python train.py --ckpt {self.path} --resume" if self.args.name == "target" else "--resume"
+                    raise UserError(f"interrupted after step {done}; {self.path} has it: {command} goes on")
                 if show and time.time() - spoke > 60 and done < self.args.steps and all(map(math.isfinite, self.losses)):
+                    self.save(done)
                     if self.probe:
                         line, numbers = self.probe()
                         tqdm.write(f"step {done}: {line}")
                         log.write(json.dumps({"step": done, **numbers}) + "\n")
-                    self.save(done)
                     spoke = time.time()
             self.save(self.args.steps)
         finally:
@@ -886,13 +887,19 @@ def get_target(args, text="corpus"):
             init_target(args)
     elif missing[0]:
         if rank == 0:
-            print(f"no target at {args.target} yet: training it first (python train.py)", flush=True)
+            print(f"no target at {args.target} yet: training it first, {Args.steps} steps (a weaker one is had sooner: python train.py "
+                  f"--ckpt {args.target} --steps 400)", flush=True)
         train(Args(target=args.target, ckpt=args.target, data=args.data, seed=args.seed, device=args.device))
     if world > 1:
         dist.barrier()
-    target = target_from(load(args.target, "target"), args.device)
+    checkpoint = load(args.target, "target")
+    done, steps = checkpoint.get("step", 0), checkpoint["args"].get("steps", 0)
+    if done < steps:
+        raise UserError(f"{args.target} stopped after {done} of {steps} steps: python train.py --ckpt {args.target} --resume finishes it")
+    args.data = args.data or checkpoint["args"].get("data")  # what the target was trained on
+    target = target_from(checkpoint, args.device)
     if args.seq_len > target.config.max_seq_len:
-        raise UserError(f"--seq_len {args.seq_len} exceeds the target's context of {target.config.max_seq_len}")
+        raise UserError(f"--seq_len {args.seq_len} exceeds the target's context: give --seq_len {target.config.max_seq_len}")
     data = load_data(args.data, json.dumps(target.tokenizer), args.seq_len, rank > 0)
     data.written = None
     if TEXTS[text]:
@@ -977,7 +984,7 @@ def command(run):
     try:
         run()
     except (UserError, KeyboardInterrupt, OSError) as error:  # OSError: a full disk, a folder that may not be written ...
-        print(f"{Path(sys.argv[0]).name}: {error or 'interrupted'}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(1)
     finally:
         if dist.is_initialized():
@@ -1099,7 +1106,7 @@ def launch(method):
         if dist.is_initialized() and dist.get_rank() > 0:
             return
     if not Path(args.target).exists():
-        raise UserError(f"no target at {args.target}: run python {Path(sys.argv[0]).name} --train first")
+        raise UserError(f"no target at {args.target}: give the path of one, or train it first (--train)")
     target = target_from(load(args.target, "target"), args.device, getattr(torch, args.dtype))
     drafter, enc = load_drafter(method, args, target), encoding(target.tokenizer)
     if args.prompt is not None:
@@ -1120,6 +1127,8 @@ def main():
     if args.init:
         init_target(args)
     elif args.train or args.prompt is None:
+        if not args.train and Path(args.ckpt).exists():
+            raise UserError(f"{args.ckpt} is there already: --resume goes on, --train starts over, --prompt continues a text")
         train(args)
         if dist.is_initialized() and dist.get_rank() > 0:
             return

@@ -236,6 +236,7 @@ def main():
         module = load_method(file)
         args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
         if not Path(args.ckpt).exists() or not Path(args.target).exists():
+            print(f"no {args.ckpt}: training {file} with its defaults first", flush=True)
             own_text = ["--data", options.data] if options.data else []
             subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1", *own_text], check=True, env=env)
         args, target, drafter = prepare(module, target)

@@ -96,6 +96,39 @@ def test_a_drafted_path_continues_the_sequence(name, target):
     assert torch.allclose(whole[0, n - 1:], torch.cat(states), atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("name", EAGLES)
+@torch.inference_mode()
+def test_drafted_nodes_see_their_own_ancestors(name, target):
+    """Every expanded node of a tree computes what it computes when its path is drafted alone."""
+    session, drafter, _, _ = a_round(name, target, **({} if name == "eagle1" else {"width": 4, "beam": 4, "depth": 3}))
+    shaken(drafter)
+    idx, n, levels, step = text(target, 12), 7, [], drafter.step
+
+    def start():
+        drafter.reset(session)
+        drafter.absorb(target, committed(target, drafter, idx, n))
+
+    def recorded(target, states, tokens, *rest):
+        levels.append((states, tokens, step(target, states, tokens, *rest)))
+        return levels[-1][2]
+
+    start()
+    drafter.step = recorded
+    drafter.draft(target, idx[0, n:n + 1])
+    drafter.step, above, paths = step, drafter.state.clone(), [()]
+    assert len(levels) >= 3 and len(levels[2][1]) > 1
+    for states, tokens, outputs in levels:
+        parents = [(above == state).all(1).nonzero()[0].item() for state in states]  # the row whose output a node goes on from
+        paths = [(*paths[p], token) for p, token in zip(parents, tokens)]
+        for path, output in zip(paths, outputs):
+            start()
+            state = drafter.state
+            for depth, token in enumerate(path, 1):
+                state = step(target, state, token[None], depth, torch.zeros(1, depth, dtype=torch.float64))
+            assert torch.allclose(state[0], output, atol=1e-10, rtol=0)
+        above = outputs
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.inference_mode()
 def test_training_blocks_equal_drafting(name, target, monkeypatch):
