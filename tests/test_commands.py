@@ -394,6 +394,28 @@ def test_starts_from_what_is_no_drafter_of_its_like_are_refused(world, module, w
     assert which in refuse(module, *DRAFTER, "--ckpt", "nowhere/new.pt", "--init_from", which)
 
 
+def test_a_trained_target_is_not_overwritten_in_passing(world):
+    """train.py where a target is already: it asks for --train, --resume or --prompt, and leaves the file alone."""
+    before = Path("out/target.pt").read_bytes()
+    assert "--resume goes on" in refuse(train, "--data", "data", "--steps", 3)
+    assert Path("out/target.pt").read_bytes() == before
+
+
+@every_method
+def test_a_target_that_is_half_trained_is_not_drafted_for(world, module, tmp_path):
+    """A target that was interrupted, by Ctrl-C or a kill: the line says how to finish it."""
+    whole = torch.load("out/target.pt", weights_only=True)
+    torch.save({**whole, "step": 3}, tmp_path / "half.pt")
+    assert "--resume finishes it" in refuse(module, *DRAFTER, "--target", tmp_path / "half.pt", "--ckpt", "nowhere/new.pt")
+
+
+def test_a_drafter_reads_the_text_of_its_target(world, tmp_path):
+    """Without --data a drafter trains, and reports, on what the target was trained on."""
+    argv = [a for a in DRAFTER if a not in ("--data", "data")]
+    code, out, err = run(METHODS[0], *argv, "--ckpt", tmp_path / "new.pt")
+    assert code == 0 and torch.load(tmp_path / "new.pt", weights_only=True)["args"]["data"] == "data" and "\ntext " in out, err
+
+
 @every_method
 def test_a_drafter_does_not_go_on_with_another_target(world, module):
     """--resume refuses a target that the checkpoint was not trained for."""
