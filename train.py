@@ -754,8 +754,6 @@ class Run:
             raise UserError(f"--batch_size {args.batch_size} does not divide among {self.world} processes")
         if args.resume:
             checkpoint = load(self.path, extra()["kind"])
-            if checkpoint.get("target") != extra().get("target"):
-                raise UserError(f"--resume: {self.path} was trained for another target than {args.target}")
             try:
                 module.load_state_dict(checkpoint["model"])
                 optimiser.load_state_dict(checkpoint["optimiser"])
@@ -896,6 +894,8 @@ def get_target(args, text="corpus"):
     done, steps = checkpoint.get("step", 0), checkpoint["args"].get("steps", 0)
     if done < steps:
         raise UserError(f"{args.target} stopped after {done} of {steps} steps: python train.py --ckpt {args.target} --resume finishes it")
+    if args.resume and load(args.ckpt)["target"] != checkpoint["fingerprint"]:
+        raise UserError(f"--resume: {args.ckpt} was trained for another target than {args.target}")
     args.data = args.data or checkpoint["args"].get("data")  # what the target was trained on
     target = target_from(checkpoint, args.device)
     if args.seq_len > target.config.max_seq_len:

@@ -152,7 +152,7 @@ def test_prompt_continues_as_the_target_would(world, module):
     text, *rounds = re.split(r"\n(?=round \d+: )", out)
     assert re.sub(r"[\[\]]", "", text) == re.sub(r"[\[\]]", "", enc.decode(prompt + plain))
     rounds[-1], last = rounds[-1].split("\n", 1)
-    numbers = [re.fullmatch(r"round (\d+): drafted (\d+) deep; accepted (\d+): \[.*\]; the target adds \[.*\]", r).groups() for r in rounds]
+    numbers = [re.fullmatch(r"round (\d+): drafted up to (\d+) deep; accepted (\d+): \[.*\]; the target adds \[.*\]", r).groups() for r in rounds]
     assert [int(i) for i, _, _ in numbers] == list(range(1, len(rounds) + 1)) and all(int(a) <= int(d) for _, d, a in numbers)
     tau = float(re.search(r"tau ([\d.]+)", last)[1])
     assert tau == pytest.approx((len(plain) - 1) / len(rounds), abs=0.01) and "equal to plain decoding: True" in last
@@ -190,8 +190,8 @@ def test_marks_show_who_wrote_what(capsys, monkeypatch):
     args = SimpleNamespace(max_new_tokens=5, temperature=0, top_k=None, top_p=None, seed=0, verbose=True)
     train.show(SimpleNamespace(generate=lambda *_: record), args, target, None, enc, list(b"xyz"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["xyza[bc]de", "round 1: drafted 4 deep; accepted 2: ['b', 'c']; the target adds ['d']",
-                         "round 2: drafted 4 deep; accepted 0: []; the target adds ['e']"]
+    assert lines[:3] == ["xyza[bc]de", "round 1: drafted up to 4 deep; accepted 2: ['b', 'c']; the target adds ['d']",
+                         "round 2: drafted up to 4 deep; accepted 0: []; the target adds ['e']"]
     assert "tau 2.00" in lines[-1] and "speedup 1.00" in lines[-1]
 
 
