@@ -1,9 +1,9 @@
 """Data, tokenizer, optimiser, checkpoints, and the training of the target itself.
 
-    python train.py                     trains the target on text that every Python installation carries
-    python train.py --train --steps 2000  anew, and longer
-    python train.py --prompt "def "     continues a text with the trained target
-    python train.py --init gpt2         takes real GPT-2 weights instead of training
+    python train.py                         trains the target on text that every Python installation carries
+    python train.py --train --steps 2000    anew, and longer
+    python train.py --prompt "def "         continues a text with the trained target
+    python train.py --init gpt2             takes real GPT-2 weights instead of training
 
 Three domains, because a draft's acceptance depends on what is written:
     math    worked problems, made up here, endless and correct

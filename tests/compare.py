@@ -54,7 +54,7 @@ def prepare(module, target=None, **settings):
 def law_is_exact(module, target, drafter, prompt, n=600, length=4, top_k=3):
     """p-value of a chi-square test: the first `length` new tokens of n generations at T = 1, of three possible tokens each, so that
     rounds, caches and depths play a part, against the target's exact joint law from passes of its own. Texts that are expected
-    fewer than five times are one cell."""
+    fewer than five times are one cell; nan where that leaves nothing to compare."""
     law, device = {(): 1.0}, target.wte.weight.device
     for _ in range(length):
         law = {(*text, t): weight * q[t].item() for text, weight in law.items()
@@ -68,7 +68,7 @@ def law_is_exact(module, target, drafter, prompt, n=600, length=4, top_k=3):
     rest = n - sum(c for c, _ in cells), n - sum(e for _, e in cells)
     cells += [rest] if rest[1] >= 1 else []
     statistic = sum((c - e) ** 2 / e for c, e in cells)
-    return torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)).item() if len(cells) > 1 else 1.0
+    return torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)).item() if len(cells) > 1 else math.nan
 
 
 def calibration(module, target, drafter, prompts, bins=10):
