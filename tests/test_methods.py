@@ -285,12 +285,14 @@ def paths(tree):
 
 @pytest.mark.parametrize("name", EAGLES[1:])
 @pytest.mark.parametrize("drawn", [0, 1, 2])
+@pytest.mark.parametrize("width, beam, n_nodes", [(3, 2, 12), (12, 3, 1)], ids=["roomy", "crowded"])
 @torch.inference_mode()
-def test_dynamic_tree_is_connected_under_ties(name, drawn, target):
+def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes, target):
     """All confidences equal: parents come before their children, none is missing, no sibling occurs twice, and what was drawn,
-    and where, is kept."""
+    and where, is kept, also where leaves near the root are worth more and would fill the tree."""
     torch.manual_seed(0)
-    session, drafter, _, _ = a_round(name, target, temperature=1.0 if drawn else 0.0, width=3, beam=2, depth=3, n_nodes=12, drawn=drawn)
+    session, drafter, _, _ = a_round(name, target, temperature=1.0 if drawn else 0.0, width=width, beam=beam, depth=3, n_nodes=n_nodes,
+                                     drawn=drawn)
     drafter.read = lambda target, a: torch.zeros(len(a), target.config.vocab_size, dtype=torch.float64)
     tree = drafter.draft(target, session.anchor, session.law)
     parent = tree.topology.parent
@@ -302,9 +304,18 @@ def test_dynamic_tree_is_connected_under_ties(name, drawn, target):
     assert tree.topology.depth.tolist() == depth
     if drawn:
         has_law = tree.q.sum(1) > 0
-        assert has_law.sum() == 1 + 2 * 3                      # the anchor, and two nodes on each of three levels
+        assert has_law.sum() == 1 + beam * 3                   # the anchor, and the expanded nodes of three levels
         for node in has_law.nonzero()[:, 0]:
             assert (tree.topology.drawn & (parent == node)).sum() == drawn
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@torch.inference_mode()
+def test_a_sure_parent_is_kept_before_its_child(name, target):
+    """Where a child is certain it is worth as much as its parent: of a path that does not fit, the beginning is kept."""
+    session, drafter, _, _ = a_round(name, target, width=3, beam=2, depth=4, n_nodes=3)
+    drafter.read = lambda target, a: 1e4 * torch.eye(target.config.vocab_size, dtype=torch.float64)[[5] * len(a)]
+    assert paths(drafter.draft(target, session.anchor)) == [(5,), (5, 5)]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
