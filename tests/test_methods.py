@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import importlib
 import math
-from itertools import product
+from itertools import count, product
 
 import pytest
 import torch
@@ -314,8 +314,9 @@ def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes,
 def test_a_sure_parent_is_kept_before_its_child(name, target):
     """Where a child is certain it is worth as much as its parent: of a path that does not fit, the beginning is kept."""
     session, drafter, _, _ = a_round(name, target, width=3, beam=2, depth=4, n_nodes=3)
-    drafter.read = lambda target, a: 1e4 * torch.eye(target.config.vocab_size, dtype=torch.float64)[[5] * len(a)]
-    assert paths(drafter.draft(target, session.anchor)) == [(5,), (5, 5)]
+    level = count(1)
+    drafter.read = lambda target, a: 1e4 * torch.eye(target.config.vocab_size, dtype=torch.float64)[[next(level)] * len(a)]
+    assert paths(drafter.draft(target, session.anchor)) == [(1,), (1, 2)]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
