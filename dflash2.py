@@ -57,7 +57,7 @@ from train import (
     launch,
     load,
 )
-from verify import Session, Topology, Tree, chain, sample
+from verify import Session, Topology, Tree, chain, norm, sample
 
 
 @dataclass
@@ -77,7 +77,8 @@ class Args(CommonArgs):
     rank: int = flag(32, "r: width of the selector's tables")
     no_conv: bool = flag(False, "ablation: without the convolutions")
     no_selector: bool = flag(False, "ablation: without the path selector")
-    insert_gold: bool = flag(False, "a true token that is not among the K replaces the last of them in training; else it is skipped")
+    outside: str = flag("outcome", "to the selector's loss a true token outside the K is one more outcome, skipped (skip), or "
+                                   "replaces the last of them (insert)")
     init_from: str = flag(None, "start from this DFlash checkpoint")
     tree: int = flag(0, "draft a best-first tree of this many nodes; 0: a chain", trained=False, least=0)
 
@@ -172,6 +173,8 @@ class Drafter(nn.Module):
             raise UserError(f"--block_size {args.block_size}: it has to be at least 2, and smaller than --seq_len {args.seq_len}")
         if config.n_embd % 16 and not args.no_conv:
             raise UserError(f"the convs work on groups of 16 channels, and this target has {config.n_embd}: use --no_conv")
+        if args.outside not in ("outcome", "skip", "insert"):
+            raise UserError(f"--outside {args.outside}: has to be outcome, skip or insert")
         self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
         n = min(args.n_taps, L)
         self.taps = [1 + round(i * (L - 1) / (n - 1)) for i in range(n)] if n > 1 else [L]  # distinct, first block to last
@@ -195,8 +198,11 @@ class Drafter(nn.Module):
 
     def pair_scores(self, h, U, candidates, before):
         """S_t(a, b) for b among the candidates (..., K) with logits U (..., K), a in before (..., n), h (..., d) -> (..., n, K)."""
+        S = U[..., None, :].expand(*before.shape, -1)
+        if self.args.no_selector:
+            return S
         gated = self.A(before) * self.gate(h)[..., None, :]
-        return U[..., None, :] + gated @ self.B(candidates).mT
+        return S + gated @ self.B(candidates).mT
 
     def start_from(self, path, target):
         """Takes the weights of a DFlash checkpoint for the same target; convs and selector stay the no-ops they are."""
@@ -253,22 +259,26 @@ class Drafter(nn.Module):
         return (loss * w).sum() / (w.sum() * b * A)
 
     def selector_loss(self, h, U, p, label):
-        """Cross-entropy over the K candidates of every slot, given the true token before it: h (b, A, B-1, d), U and p
-        (b, A, B-1, V), label (b, A, B) -> (b, A, B-1). Mass of p outside the candidates is skipped: no path can go there."""
+        """Cross-entropy over the K candidates of every slot and one outcome for all other tokens, given the true token before it:
+        h (b, A, B-1, d), log-probabilities U and p (b, A, B-1, V), label (b, A, B) -> (b, A, B-1)."""
         U_top, candidates = U.topk(min(self.args.n_candidates, U.shape[-1]))
-        if self.args.insert_gold:
+        if self.args.outside == "insert":
             gold = label[:, :, 1:, None]
             missing = (candidates != gold).all(-1, keepdim=True)
             candidates = torch.cat([candidates[..., :-1], torch.where(missing, gold, candidates[..., -1:])], -1)
             U_top = U.gather(-1, candidates)
-        S = self.pair_scores(h, U_top, candidates, label[:, :, :-1, None])[..., 0, :].float()
-        return -(p.gather(-1, candidates) * S.log_softmax(-1)).sum(-1)
+        S, p = self.pair_scores(h, U_top, candidates, label[:, :, :-1, None])[..., 0, :].float(), p.gather(-1, candidates)
+        if self.args.outside == "outcome":
+            S = torch.cat([S, (1 - U_top.exp().sum(-1, keepdim=True)).clamp_min(1e-6).log()], -1)
+            p = torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
+        return -(p * S.log_softmax(-1)).sum(-1)
 
     def reset(self, session):
         """An empty context cache for a new text."""
         c, device = self.config, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
+        self.temperature = session.temperature
         self.chain = chain(self.args.block_size - 1, device)
         self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
@@ -298,23 +308,28 @@ class Drafter(nn.Module):
         logits = target.head(h)                                                              # (B-1, V)
         U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
         K = U.shape[1]
-        before = torch.cat([anchor.expand(1, K), candidates[:-1]])                           # what slot t may follow
-        S = U[:, None].expand(-1, K, -1) if self.args.no_selector else self.pair_scores(h, U, candidates, before)
-        if self.args.tree:
-            return self.best_first(anchor, S, candidates)
-        if law is None or self.args.argmax:
+        if law is None or self.args.argmax or self.args.tree:
+            before = torch.cat([anchor.expand(1, K), candidates[:-1]])                       # what slot t may follow
+            S = self.pair_scores(h, U, candidates, before)
+            if self.args.tree:
+                return self.best_first(anchor, S, candidates)
             best = S.argmax(-1)                                                              # (B-1, K): the best successors
             tokens = candidates.gather(1, best).gather(1, self.walk(best))
             return Tree(torch.cat([anchor, tokens[:, 0]]), self.chain)
-        # Any token may be drawn, or what p holds outside the candidates is lost; row K: after a token that is none of them.
-        rows = logits[:, None].repeat(1, K + 1, 1)
-        rows[:, :K].scatter_(2, candidates[:, None].expand(-1, K, -1), S)
-        q = law(rows)                                                                        # (B-1, K+1, V)
-        after = sample(q)
-        row = torch.full_like(logits, K, dtype=torch.long).scatter_(1, candidates, self.cache.index[:K].expand_as(candidates))
-        path = self.walk(row.gather(1, after))
-        q = q[self.cache.index[:len(q)], path[:, 0]]                                         # the conditional that was drawn from
-        return Tree(torch.cat([anchor, after.gather(1, path)[:, 0]]), self.chain, F.pad(q, (0, 0, 0, 1)))
+        # Any token may be drawn, or what p holds outside the candidates is lost: the selector rescores the candidates, and what
+        # else a slot may hold keeps its law and its mass. One token of the latter, `other`, is enough: all paths can share it.
+        q = law(logits)                                                                      # (B-1, V)
+        rest = q.scatter(1, candidates, 0)
+        others = norm(rest, q)
+        tokens = torch.cat([candidates, sample(others)[:, None]], 1)                         # (B-1, K+1): what a slot may hold
+        T, before = max(self.temperature, 1e-30), torch.cat([anchor.expand(1, K + 1), tokens[:-1]])
+        S = self.pair_scores(h, q.gather(1, candidates).log() * T, candidates, before) / T
+        w = torch.cat([S, rest.sum(1).log()[:, None, None].expand(-1, K + 1, 1)], 2).softmax(-1)  # (B-1, K+1, K+1)
+        after = sample(w)
+        path = self.walk(after)
+        w = w[self.cache.index[:len(w)], path[:, 0]]                                         # the conditional that was drawn from
+        q = (others * w[:, K:]).scatter(1, candidates, w[:, :K])
+        return Tree(torch.cat([anchor, tokens.gather(1, after.gather(1, path))[:, 0]]), self.chain, F.pad(q, (0, 0, 0, 1)))
 
     def walk(self, step):
         """The rows that the walk from the anchor passes: step (n, rows) says for every row of a slot which row of the next slot

@@ -25,9 +25,9 @@ torch.set_flush_denormal(True)  # confident softmax tails are denormal numbers, 
 class GPTConfig:
     max_seq_len: int = 256  # the context: learned positions 0..255
     vocab_size: int = 512
-    n_layer: int = 12       # deep and narrow: a draft layer has to be cheap beside the target
-    n_head: int = 4
-    n_embd: int = 128
+    n_layer: int = 24       # deep and narrow: a draft layer has to be cheap beside the target
+    n_head: int = 3
+    n_embd: int = 96
     bias: bool = True       # GPT-2 has biases everywhere; False leaves them out of Linear and LayerNorm
 
 

@@ -525,13 +525,13 @@ class CommonArgs:
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(1600, "optimiser steps")
+    steps: int = flag(1400, "optimiser steps")
     batch_size: int = flag(8, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     lr: float = flag(0.03, "learning rate of Muon; Adam has a sixth of it")
-    n_layer: int = flag(12, "blocks")
-    n_head: int = flag(4, "attention heads")
-    n_embd: int = flag(128, "width")
+    n_layer: int = flag(24, "blocks")
+    n_head: int = flag(3, "attention heads")
+    n_embd: int = flag(96, "width")
     vocab_size: int = flag(512, "entries of the tokenizer")
 
 

@@ -37,7 +37,7 @@ def sample(w):
     """Draws from weights w (..., V), not necessarily normalised -> (...). A token of weight 0 is never drawn."""
     cdf = w.double().cumsum(-1)
     u = torch.rand(cdf[..., -1:].shape, dtype=torch.float64, device=w.device) * cdf[..., -1:]
-    return (cdf <= u).sum(-1)
+    return torch.searchsorted(cdf, u, right=True)[..., 0]
 
 
 def probs(logits, temperature=1.0, top_k=None, top_p=None):

@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 
 import torch
-from compare import ROOT, load_method, prepare
+from compare import ROOT, load_method, prepare, training_minutes
 
 import train
 
 DRAWING = {"a deterministic tree at T > 0": ("default", {"drawn": 0}), "all children drawn at T > 0": ("default", {"drawn": 9})}
+AS_LONG_AS = "--steps for the time that another variant took"
 GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {label: (variant, settings of drafting)})
     "eagle1": ("eagle1.py", [], {
         "default": [], "features alone, without the token that followed": ["--no_token"]}, DRAWING),
@@ -32,7 +33,9 @@ GROUPS = {  # name: (file, what holds for all, {label: flags of training}, {labe
         {"argmax drafts at T = 1": ("3 layers, B = 16, soft labels, mixed text", {"argmax": True})}),
     "dflash2": ("dflash2.py", ["--steps", "300", "--n_anchors", "16"], {
         "DFlash": ["--no_conv", "--no_selector"], "+ conv": ["--no_selector"], "+ selector": ["--no_conv"], "+ both": [],
-        "+ both, true token inserted among the K": ["--insert_gold"]},
+        "+ both, a true token outside the K skipped": ["--outside", "skip"],
+        "+ both, a true token outside the K inserted": ["--outside", "insert"],
+        "DFlash, trained as long as + both": ["--no_conv", "--no_selector", AS_LONG_AS, "+ both"]},
         {}),
 }
 
@@ -86,8 +89,17 @@ def rows(name, n):
     file, common, variants, drafting = GROUPS[name]
     module, target, data = load_method(file), None, None
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def path(label):
+        return Path("out/ablate") / f"{name}-{slug(label)}.pt"
+
     for label, flags in variants.items():
-        ckpt = Path("out/ablate") / f"{name}-{slug(label)}.pt"
+        ckpt = path(label)
+        if AS_LONG_AS in flags:
+            *flags, _, other = flags
+            base = next(one for one, own in variants.items() if own == flags)  # the same drafter at the usual number of steps
+            steps = int(common[common.index("--steps") + 1]) * training_minutes(path(other)) / training_minutes(path(base))
+            flags, label = [*flags, "--steps", str(round(steps))], f"{label} ({round(steps)} steps)"
         if not ckpt.exists():
             subprocess.run([sys.executable, module.__file__, "--train", "--ckpt", str(ckpt), "--prompts", "1", "--max_new_tokens", "8",
                             *common, *flags], check=True, env=env)

@@ -97,14 +97,27 @@ def calibration(module, target, drafter, prompts, bins=10):
     return rows
 
 
-def sweep(module, target, prompts, name, values, temperature=0.0, **others):
-    """[(value, tau, speedup)] over all domains for several values of one setting."""
+SIZES = {  # settings of a draft's size that are tried one by one
+    "eagle2": [("n_nodes", (8, 16, 24, 32)), ("depth", (2, 3, 4, 6))],
+    "dflash": [("block_size", (4, 8, 12, 16)), ("tree", (16, 24, 48))],
+    "dflash2": [("block_size", (4, 8, 12, 16)), ("tree", (16, 24, 48))],
+}
+
+
+def sweep(module, target, prompts):
+    """[(setting, value, {temperature: {domain: (tau, speedup)}})] for the sizes of a method; prompts {domain: [tokens]}."""
     rows = []
-    for value in values:
-        _, _, drafter = prepare(module, target, **{name: value}, **others)
-        numbers, _ = verify.measure(target, partial(module.generate, target, drafter), prompts, 96, temperature)
-        rows.append((value, numbers["tau"], numbers["speedup"]))
-        print(f"{module.__name__} {name}={value} T={temperature:g}: tau {numbers['tau']:.2f}, speedup {numbers['speedup']:.2f}", flush=True)
+    for setting, values in SIZES[module.__name__]:
+        for value in values:
+            _, _, drafter = prepare(module, target, **{setting: value})
+            found = {}
+            for T in (0, 1):
+                for domain, texts in prompts.items():
+                    numbers, _ = verify.measure(target, partial(module.generate, target, drafter), texts, 96, T)
+                    found.setdefault(str(T), {})[domain] = numbers["tau"], numbers["speedup"]
+            rows.append((setting, value, found))
+            print(f"{module.__name__} --{setting} {value}: " + "; ".join(f"T = {T}: " + ", ".join(
+                f"{d} tau {tau:.2f}, {speed:.2f}x" for d, (tau, speed) in found[T].items()) for T in found), flush=True)
     return rows
 
 
@@ -114,6 +127,19 @@ def training_minutes(ckpt):
         return math.nan
     seconds = [row["seconds"] for row in map(json.loads, log.read_text().splitlines()) if "seconds" in row]
     return sum(a for a, b in pairwise([*seconds, 0]) if b < a) / 60  # a resumed run starts at 0 again
+
+
+def sizes(sweeps):
+    """The README's table of draft sizes."""
+    lines = []
+    for name, rows in sweeps.items():
+        if not lines:
+            domains = " / ".join(rows[0][2]["0"])
+            lines = [f"| | T = 0: τ on {domains} | speedup | T = 1: τ | speedup |", "|---|---|---|---|---|"]
+        for setting, value, found in rows:
+            cells = [" / ".join(f"{pair[i]:.2f}" for pair in found[T].values()) for T in found for i in (0, 1)]
+            lines.append(f"| {name} `--{setting} {value}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def markdown(results, hardware):
@@ -192,10 +218,15 @@ def figures(results, extra):
 
     if extra.get("sweeps"):
         fig, axes = plt.subplots(1, 2, figsize=(9, 3))
-        for label, rows in extra["sweeps"].items():
-            axes[0].plot([r[0] for r in rows], [r[1] for r in rows], "o-", label=label)
-            axes[1].plot([r[0] for r in rows], [r[2] for r in rows], "o-", label=label)
+        for name, rows in extra["sweeps"].items():
+            for setting in ("n_nodes", "block_size", "tree"):
+                points = [(value, list(found["0"].values())) for s, value, found in rows if s == setting]
+                for i, ax in enumerate(axes if points else ()):
+                    ax.plot([value for value, _ in points], [sum(pair[i] for pair in pairs) / len(pairs) for _, pairs in points],
+                            "o--" if setting == "block_size" else "o-", color=colours.get(name),
+                            label=name + {"n_nodes": "", "block_size": ", chain", "tree": ", tree"}[setting])
         for ax, title in zip(axes, ("τ", "speedup")):
+            ax.set_title("T = 0, mean over domains", fontsize=9)
             ax.set_xlabel("nodes verified per pass")
             ax.set_ylabel(title)
         axes[0].legend(fontsize=7)
@@ -250,17 +281,12 @@ def main():
         print(f"law of the first four tokens at T=1, top-k 3: chi-square p-value: {results[args.name]['p_value']:.3f}")
     extra = {}
     if not options.no_sweeps:
-        prompts = [p for pairs in data.prompts(2, seed=11).values() for p, _ in pairs]
+        prompts = {d: [p for p, _ in pairs] for d, pairs in data.prompts(3, seed=11).items()}
         methods = {Path(f).stem: load_method(f) for f in options.methods}
-        extra["sweeps"] = {}
         if "eagle2" in methods:
             _, _, drafter = prepare(methods["eagle2"], target)
-            extra["calibration"] = calibration(methods["eagle2"], target, drafter, prompts)
-            extra["sweeps"]["eagle2"] = sweep(methods["eagle2"], target, prompts, "n_nodes", (8, 16, 24, 32))
-        for name in ("dflash", "dflash2"):
-            if name in methods:
-                extra["sweeps"][f"{name} --tree"] = sweep(methods[name], target, prompts, "tree", (16, 24, 32, 48))
-                extra["sweeps"][f"{name} chain"] = sweep(methods[name], target, prompts, "block_size", (4, 8, 12, 16))
+            extra["calibration"] = calibration(methods["eagle2"], target, drafter, [p for texts in prompts.values() for p in texts])
+        extra["sweeps"] = {name: sweep(module, target, prompts) for name, module in methods.items() if name in SIZES}
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = next((line.split(":")[1].strip() for line in known.splitlines() if "model name" in line), platform.processor())
     hardware = (f"{torch.get_num_threads()} threads of {cpu}, {next(iter(results.values()))['numbers']['dtype']}, PyTorch {torch.__version__}, "
@@ -272,9 +298,11 @@ def main():
     print("\n" + text)
     if not options.no_write:
         readme = (ROOT / "README.md").read_text()
-        before, rest = readme.split("<!-- table -->")
-        after = rest.split("<!-- /table -->")[1]
-        (ROOT / "README.md").write_text(f"{before}<!-- table -->\n{text}\n<!-- /table -->{after}")
+        for mark, part in (("table", text), ("sizes", sizes(extra.get("sweeps", {})))):
+            if part:
+                before, rest = readme.split(f"<!-- {mark} -->")
+                readme = f"{before}<!-- {mark} -->\n{part}\n<!-- /{mark} -->{rest.split(f'<!-- /{mark} -->')[1]}"
+        (ROOT / "README.md").write_text(readme)
         figures(results, extra)
 
 

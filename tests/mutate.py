@@ -37,7 +37,7 @@ FAULTS = [  # file, what stands there (once), the fault
     # the rules
     ("verify.py", "* q < p) & (q > 0)", "* q < p)"),
     ("verify.py", "* q < p) & (q > 0)", "* q <= p) & (q > 0)"),
-    ("verify.py", "return (cdf <= u).sum(-1)", "return (cdf < u).sum(-1)"),
+    ("verify.py", "u, right=True)", "u)"),
     ("verify.py", "residual = norm((p[:-1] - q).clamp_min(0), p[:-1])\n    return path", "residual = p[:-1]\n    return path"),
     ("verify.py", "index_select(0, n[None] - 1))[0]", "index_select(0, n[None] - 2))[0]"),
     ("verify.py", "(weight[:-1, None] * p[1:-1] - q[1:])", "(p[1:-1] - q[1:])"),
@@ -103,11 +103,14 @@ FAULTS = [  # file, what stands there (once), the fault
      "heapq.heappush(heap, (cost - score[slot + 1][0], slot + 1, 0, above))"),
     ("dflash2.py", "before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)", "before = F.pad(x[:, :-1], (0, 0, 1, 0))"),
     ("dflash2.py", "before = torch.cat([anchor.expand(1, K), candidates[:-1]])", "before = candidates"),
-    ("dflash2.py", "q = q[self.cache.index[:len(q)], path[:, 0]]", "q = q[self.cache.index[:len(q)], path[:, 0].roll(-1)]"),
+    ("dflash2.py", "w = w[self.cache.index[:len(w)], path[:, 0]]", "w = w[self.cache.index[:len(w)], path[:, 0].roll(-1)]"),
     ("dflash2.py", "step[s:].gather(1, step[:-s])", "step[:-s].gather(1, step[s:])"),
     ("dflash2.py", "self.convs[0](y, after)", "self.convs[0](y, before)"),
     ("dflash2.py", "F.pad(step[:-1, :1], (0, 0, 1, 0))", "torch.zeros_like(step[:, :1])"),
-    ("dflash2.py", "expand(-1, K, -1), S)", "expand(-1, K, -1), S + 1)"),
+    ("dflash2.py", "others * w[:, K:]", "rest * w[:, K:]"),
+    ("dflash2.py", "torch.cat([anchor.expand(1, K + 1), tokens[:-1]])", "torch.cat([anchor.expand(1, K + 1), tokens[1:]])"),
+    ("dflash2.py", "candidates, before) / T", "candidates, before)"),
+    ("dflash2.py", "torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)", "torch.cat([p, p.sum(-1, keepdim=True)], -1)"),
 ]
 
 

@@ -418,12 +418,15 @@ def test_selector_walks_greedily_and_scores_pairs(target):
 
 @torch.inference_mode()
 def test_selector_returns_the_law_it_drew_from(target):
-    """At T > 0 the drafted pair of tokens has the law that q claims, row by row (chi-square, false alarm below 1e-6): all tokens
-    occur, and after a token that is no candidate the second slot keeps its own law."""
+    """At T > 0 the drafted pair of tokens has the law that q claims, row by row (chi-square, false alarm below 1e-6), and q is what
+    the selector says: softmax of U + the pair's score, where tokens outside the candidates have no score, whatever went before."""
     _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
     shaken(drafter)
     torch.nn.init.normal_(drafter.B.weight)
-    session, drafter, _, _ = a_round("dflash2", target, drafter=drafter, temperature=1.0)
+    T = 2.5                                                     # so that tokens outside the candidates are drawn too
+    session, drafter, _, _ = a_round("dflash2", target, drafter=drafter, temperature=T)
+    hidden = []
+    hook = drafter.norm.register_forward_hook(lambda _, __, out: hidden.append(out))
     torch.manual_seed(0)
     anchor, count, law, n = session.anchor.clone(), {}, {}, 4000
     for _ in range(n):
@@ -431,7 +434,16 @@ def test_selector_returns_the_law_it_drew_from(target):
         a, b = tree.tokens[1:].tolist()
         assert (tree.q[:2] > 0).all() and torch.allclose(tree.q[:2].sum(1), torch.ones(2, dtype=torch.float64))
         count[a, b] = count.get((a, b), 0) + 1
+        if (a, 0) not in law:
+            for q, before, h in zip(tree.q, (anchor[0], a), hidden[-1]):
+                U = target.head(h)
+                top = U.topk(4).indices
+                S = U.index_add(0, top, drafter.B(top) @ (drafter.A(torch.tensor(int(before))) * drafter.gate(h)))
+                assert (q - (S / T).softmax(-1)).abs().max() < 1e-12
         law |= {(a, c): (tree.q[0, a] * tree.q[1, c]).item() for c in tree.q[1].nonzero()[:, 0].tolist()}
+    hook.remove()
+    outside = {a for a, _ in count} - set(target.head(hidden[-1][0]).topk(4).indices.tolist())
+    assert outside
     first = {a for a, _ in count}
     assert abs(sum(law.values()) - tree.q[0, list(first)].sum()) < 1e-9
     cells = [(count.get(k, 0), n * p) for k, p in law.items() if n * p >= 5]
@@ -440,6 +452,26 @@ def test_selector_returns_the_law_it_drew_from(target):
     dof = len(cells) - 1
     assert torch.special.gammaincc(torch.tensor(dof / 2), torch.tensor(statistic / 2)) > 1e-6
     assert math.isfinite(statistic) and verify.n_alpha([]) == []
+
+
+@torch.no_grad()
+def test_selector_is_trained_on_the_law_that_drafts_are_drawn_from(target):
+    """Cross-entropy of the drafts' law, softmax(U + score), is the selector's loss and that of the tokens outside the K among
+    themselves, which the selector cannot change."""
+    _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
+    shaken(drafter)
+    torch.nn.init.normal_(drafter.B.weight)
+    torch.manual_seed(0)
+    V, label = target.config.vocab_size, torch.tensor([[[3, 1, 2]]])
+    h = torch.randn(1, 1, 2, target.config.n_embd, dtype=torch.float64)
+    U, p = (torch.randn(1, 1, 2, V, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    loss, p = drafter.selector_loss(h, U, p.exp(), label), p.exp()
+    for t in range(2):
+        u = U[0, 0, t]
+        top = u.topk(4).indices
+        log_q = u.index_add(0, top, drafter.B(top) @ (drafter.A(label[0, 0, t]) * drafter.gate(h[0, 0, t]))).log_softmax(-1)
+        others = u.scatter(0, top, -math.inf).log_softmax(-1).scatter(0, top, 0)
+        assert abs(-(p[0, 0, t] * log_q).sum() - loss[0, 0, t] + (p[0, 0, t] * others).sum()) < 1e-6  # the loss is in fp32
 
 
 @torch.no_grad()
