@@ -233,13 +233,16 @@ def read_corpus(data=None, quiet=False):
         if not path.exists():
             raise UserError(f"--data {data}: no such file or folder")
         files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-        texts = []
+        texts, skipped = [], []
         for f in files:
             try:
                 texts.append(f.read_text(encoding="utf-8"))
             except (UnicodeDecodeError, OSError) as error:
                 if path.is_file():
                     raise UserError(f"--data {data}: cannot be read as UTF-8 text ({error})") from None
+                skipped.append(f.name)
+        if skipped and not quiet:
+            print(f"--data {data}: {len(skipped)} of {len(files)} files are left out, as they are not UTF-8 text, {skipped[0]} for one", file=sys.stderr)
         texts = [t for t in texts if t.strip()]
         if not texts:
             raise UserError(f"--data {data}: holds no text")

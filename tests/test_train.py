@@ -201,14 +201,15 @@ def test_a_file_is_held_out_with_all_its_docstrings(monkeypatch):
         assert all(doc in corpus["prose"][sides[name]] for doc in train.docstrings(source))
 
 
-def test_a_folder_is_split_by_file_and_a_file_by_length(tmp_path):
-    """--data: both sides together are the whole text, and no part is on both."""
+def test_a_folder_is_split_by_file_and_a_file_by_length(tmp_path, capsys):
+    """--data: both sides together are the whole text, and no part is on both; files that are no text are left out, and named."""
     texts = [f"file number {i}\n" * 5 for i in range(17)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02}.txt").write_text(text)
-    (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00\x80")  # no UTF-8: passed over
+    (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00\x80")  # no UTF-8
     (tmp_path / "blank.txt").write_text(" \n")
     corpus = train.read_corpus(tmp_path)
+    assert "1 of 19 files" in (told := capsys.readouterr().err) and "picture.bin" in told
     assert sorted(corpus["text"]["train"] + corpus["text"]["held"]) == sorted(texts) and len(corpus["text"]["held"]) == 3
     (tmp_path / "one.txt").write_text("".join(texts))
     corpus = train.read_corpus(tmp_path / "one.txt")
