@@ -98,9 +98,9 @@ def calibration(module, target, drafter, prompts, bins=10):
 
 
 SIZES = {  # settings of a draft's size that are tried one by one
-    "eagle2": [("n_nodes", (8, 16, 24, 32)), ("depth", (2, 3, 4, 6))],
-    "dflash": [("block_size", (4, 8, 12, 16)), ("tree", (16, 24, 48))],
-    "dflash2": [("block_size", (4, 8, 12, 16)), ("tree", (16, 24, 48))],
+    "eagle2": [("n_nodes", (8, 16, 24, 32)), ("depth", (3, 4, 6))],
+    "dflash": [("block_size", (8, 16)), ("tree", (16, 24, 48))],
+    "dflash2": [("block_size", (8, 16)), ("tree", (16, 24, 48))],
 }
 
 
