@@ -56,7 +56,8 @@ from train import (
 )
 from verify import Session, Topology, Tree, norm, sample
 
-ALPHA = 0.8  # share of drawn children that are accepted, roughly
+ALPHA = 0.8   # share of drawn children that are accepted, roughly
+GREEDY = 2.5  # at T = 0 the likeliest child is accepted more often than its probability says: confidences are sharpened
 
 
 @dataclass
@@ -106,7 +107,7 @@ def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
     is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
-    log_c = logits.float().log_softmax(-1)  # raw confidences: temperature is a matter of q
+    log_c = ((GREEDY if law is None else 1) * logits.float()).log_softmax(-1)  # else raw: temperature is a matter of q
     if drawn == 0:
         top = log_c.topk(k)
         return top.indices, top.values, None
