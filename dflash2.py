@@ -317,7 +317,7 @@ class Drafter(nn.Module):
             tokens = candidates.gather(1, best).gather(1, self.walk(best))
             return Tree(torch.cat([anchor, tokens[:, 0]]), self.chain)
         # Any token may be drawn, or what p holds outside the candidates is lost: the selector rescores the candidates, and what
-        # else a slot may hold keeps its law and its mass. One token of the latter, `other`, is enough: all paths can share it.
+        # else a slot may hold keeps its law and its mass. One draw of the latter per slot is enough: all paths can share it.
         q = law(logits)                                                                      # (B-1, V)
         rest = q.scatter(1, candidates, 0)
         others = norm(rest, q)
