@@ -241,11 +241,11 @@ def read_corpus(data=None, quiet=False):
                 if path.is_file():
                     raise UserError(f"--data {data}: cannot be read as UTF-8 text ({error})") from None
                 skipped.append(f.name)
-        if skipped and not quiet:
-            print(f"--data {data}: {len(skipped)} of {len(files)} files are left out, as they are not UTF-8 text, {skipped[0]} for one", file=sys.stderr)
         texts = [t for t in texts if t.strip()]
         if not texts:
             raise UserError(f"--data {data}: holds no text")
+        if skipped and not quiet:
+            print(f"--data {data}: {len(skipped)} of {len(files)} files are left out, as they are not UTF-8 text, {skipped[0]} for one", file=sys.stderr)
         if len(texts) > 1:
             for i, text in enumerate(texts):
                 corpus["text"]["held" if i % 8 == 7 or i == len(texts) - 1 else "train"].append(text)
