@@ -259,7 +259,7 @@ class Drafter(nn.Module):
         return (loss * w).sum() / (w.sum() * b * A)
 
     def selector_loss(self, h, U, p, label):
-        """Cross-entropy over the K candidates of every slot and one outcome for all other tokens, given the true token before it:
+        """Cross-entropy over the K candidates of every slot and (--outside) one outcome for all other tokens, given the true token before:
         h (b, A, B-1, d), log-probabilities U and p (b, A, B-1, V), label (b, A, B) -> (b, A, B-1)."""
         U_top, candidates = U.topk(min(self.args.n_candidates, U.shape[-1]))
         if self.args.outside == "insert":
@@ -275,10 +275,9 @@ class Drafter(nn.Module):
 
     def reset(self, session):
         """An empty context cache for a new text."""
-        c, device = self.config, session.device
+        c, device, self.T = self.config, session.device, session.temperature
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.temperature = session.temperature
         self.chain = chain(self.args.block_size - 1, device)
         self.open = torch.zeros(1, self.args.block_size, device=device, dtype=self.cache.kv.dtype)  # a block sees all of itself
 
@@ -322,7 +321,7 @@ class Drafter(nn.Module):
         rest = q.scatter(1, candidates, 0)
         others = norm(rest, q)
         tokens = torch.cat([candidates, sample(others)[:, None]], 1)                         # (B-1, K+1): what a slot may hold
-        T, before = max(self.temperature, 1e-30), torch.cat([anchor.expand(1, K + 1), tokens[:-1]])
+        T, before = max(self.T, 1e-30), torch.cat([anchor.expand(1, K + 1), tokens[:-1]])
         S = self.pair_scores(h, q.gather(1, candidates).log() * T, candidates, before) / T
         w = torch.cat([S, rest.sum(1).log()[:, None, None].expand(-1, K + 1, 1)], 2).softmax(-1)  # (B-1, K+1, K+1)
         after = sample(w)
