@@ -101,7 +101,7 @@ class Layer(nn.Module):
         qkv = heads(self.qkv(self.ln_1(x)), 3, self.n_head)
         y = attend(*rotate(F.layer_norm(qkv[:2], qkv.shape[-1:]) * self.qk_norm, angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
-        return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x + self.mlp_proj(F.relu(self.fc(self.ln_2(x))).square())
 
 
 def blockwise(context, mask, B, q, k, v):

@@ -148,7 +148,7 @@ class Layer(nn.Module):
         if self.convs:
             before, after = self.convs[1].kernels(y)
             y = self.convs[1](y, before)
-        y = self.mlp_proj(F.gelu(self.fc(y), approximate="tanh"))
+        y = self.mlp_proj(F.relu(self.fc(y)).square())
         return x + (self.convs[1](y, after) if self.convs else y)
 
 

@@ -48,8 +48,8 @@ TREE = ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,))
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(600, "optimiser steps")
-    batch_size: int = flag(8, "sequences per step")
+    steps: int = flag(1800, "optimiser steps")
+    batch_size: int = flag(4, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     text: str = flag("mixed", "to train on: corpus, greedy or sampled text of the target, or mixed, a third each (published: a fixed corpus)")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 3e-5)")
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         qkv = self.qkv(x).view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         y = attend(*rotate(qkv[:2], angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
-        return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x + self.mlp_proj(F.relu(self.fc(self.ln_2(x))).square())
 
 
 def siblings(logits, k, law, drawn):

@@ -24,8 +24,8 @@ Glossary
     python eagle2.py --bench --json        measurements only
 
 At T > 0 a deterministic tree wastes its draft where the target is uncertain. Here the first child of every expanded node is
-drawn from q, and drawn children are never pruned: which of them survive would otherwise depend on what was drawn, and the
-output would no longer have the target's law. Which nodes to expand, and which chosen leaves to keep, is free.
+drawn from q, only drawn children are expanded, and they are never pruned: which of them survive would otherwise depend on what
+was drawn, and the output would no longer have the target's law. Which of them to expand, and which chosen leaves to keep, is free.
 
 Read next: diff eagle2.py eagle3.py. Left out: serving many requests at once.
 """
@@ -48,8 +48,8 @@ GREEDY = 2.5  # at T = 0 the likeliest child is accepted more often than its pro
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(600, "optimiser steps")
-    batch_size: int = flag(8, "sequences per step")
+    steps: int = flag(1800, "optimiser steps")
+    batch_size: int = flag(4, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     text: str = flag("mixed", "to train on: corpus, greedy or sampled text of the target, or mixed, a third each (published: a fixed corpus)")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 3e-5)")
@@ -59,8 +59,8 @@ class Args(CommonArgs):
     width: int = flag(4, "k: children of an expanded node (published: 10)", trained=False)
     beam: int = flag(2, "m: nodes expanded per level, at most k (published: k)", trained=False)
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
-    n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
-                           "expanded or drawn", trained=False)
+    n_nodes: int = flag(10, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
+                           "drawn", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
                          "0: a deterministic tree (published), --width or more: all drawn", trained=False, least=0)
 
@@ -85,28 +85,27 @@ class Layer(nn.Module):
         qkv = self.qkv(x).view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         y = attend(*rotate(qkv[:2], angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
-        return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x + self.mlp_proj(F.relu(self.fc(self.ln_2(x))).square())
 
 
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
-    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
-    log_c = ((GREEDY if law is None else 1) * logits.float()).log_softmax(-1)  # else raw: temperature is a matter of q
+    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried, and what
+    is left is shared by the others, as q says."""
     if drawn == 0:
-        top = log_c.topk(k)
+        top = ((GREEDY if law is None else 1) * logits.float()).log_softmax(-1).topk(k)
         return top.indices, top.values, None
     q = left = law(logits)
-    first = []
-    for _ in range(min(drawn, k)):
+    first, log_a = [], []
+    for s in range(min(drawn, k)):
         if first:  # where nothing is left, any token will do
             left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))
         first.append(sample(left)[:, None])
-    first = torch.cat(first, 1)
-    rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
-    s = torch.arange(first.shape[1], device=logits.device, dtype=log_c.dtype)
-    log_a = (math.log(ALPHA) + s * math.log(1 - ALPHA)).expand(first.shape)
-    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - ALPHA)], 1), q
+        log_a.append(q.new_full(first[-1].shape, math.log(ALPHA) + s * math.log(1 - ALPHA)))
+    rest = q.scatter(1, torch.cat(first, 1), -1).topk(k - len(first))
+    log_c = rest.values.log() + len(first) * math.log(1 - ALPHA)
+    return torch.cat([*first, rest.indices], 1), torch.cat([*log_a, log_c], 1), q
 
 
 class Drafter(nn.Module):
@@ -118,8 +117,8 @@ class Drafter(nn.Module):
         self.taps = [config.n_layer]                                          # f = h[L]
         self.width = min(args.width, config.vocab_size)
         self.beam = min(args.beam, self.width)
-        kept = args.depth * self.beam + min(args.drawn, self.width) * (1 + args.depth * self.beam)  # expanded, drawn: never pruned
-        self.nodes = max(args.n_nodes, 1 + kept)
+        drawn = min(args.drawn, self.width)
+        self.nodes = max(args.n_nodes, 1 + drawn * (1 + args.depth * (1 if drawn == 1 else self.beam)))  # all that is drawn stays
         self.fc = nn.Linear(2 * d, d)
         self.layer = Layer(config)
         for name, p in self.named_parameters():
@@ -194,26 +193,28 @@ class Drafter(nn.Module):
         """The tree for an anchor (1,): expand, then rerank. law: logits -> the distribution to draw from, or None. Candidates are
         numbered level by level, 0 is the anchor; value is log V."""
         k, m, device = self.width, self.beam, anchor.device
+        some = self.drawn or k  # children of a node that may be expanded: where any are drawn, those
         f, sees, frontier, number = self.state, self.itself[:1, :0], anchor.new_zeros(1), 1
         value, tokens, parents, values, expanded, laws = self.state.new_zeros(1), [anchor], [frontier - 1], [], [], []
         for depth in range(1, self.args.depth + 2):
             children, log_c, q = siblings(self.read(target, f), k, law, self.drawn)             # (m, k), (m, k), (m, V)
-            children_value = (value[:, None] + log_c).flatten()
+            children_value = value[:, None] + log_c
             expanded.append(frontier)
             laws.append(q)
             tokens.append(children.flatten())
-            values.append(children_value)
+            values.append(children_value.flatten())
             parents.append(frontier.repeat_interleave(k))
             if depth <= self.args.depth:
-                value, best = children_value.topk(m)                                      # the next to be expanded
-                row = best // k                                                           # their parents in f
-                sees = torch.cat([sees.index_select(0, row), self.itself[:m, :m]], 1)
+                value, best = children_value[:, :some].flatten().topk(min(m, some * len(f)))      # the next to be expanded
+                row = best // some                                                                # their parents in f
+                best = row * k + best % some
+                sees = torch.cat([sees.index_select(0, row), self.itself[:len(row), :len(row)]], 1)
                 f = self.step(target, f.index_select(0, row), tokens[-1].index_select(0, best), depth, sees)
-                frontier, number = number + best, number + len(children_value)
+                frontier, number = number + best, number + children_value.numel()
         tokens, parents, values, expanded = (torch.cat(x) for x in (tokens, parents, values, expanded))
         drawn = torch.arange(k, device=device).lt(self.drawn).repeat(len(values) // k)    # the first children of every node
-        if self.drawn:  # what is drawn, and where it was drawn, stays
-            values = values.masked_fill(drawn, math.inf).index_fill(0, expanded[1:] - 1, math.inf)
+        if self.drawn:
+            values = values.masked_fill(drawn, math.inf)                                  # what is drawn stays
         N = min(self.nodes if self.drawn else self.args.n_nodes, len(tokens))
         order = values.sort(descending=True, stable=True).indices[:N - 1] + 1             # of equals the first: a parent precedes
         kept = torch.cat([expanded[:1], order.sort().values])

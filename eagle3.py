@@ -15,7 +15,7 @@ its own outputs, step after step, exactly as drafting feeds them back: the train
 
 Glossary
     l, m, h = h[2], h[L//2], h[L-3]        Drafter.taps: low, middle and high features
-    g = FC([l; m; h])                      Drafter.fuse; used at verified positions only
+    g = FC([l; m; h]), each normed         Drafter.fuse; used at verified positions only
     a                                      the layer's output before the final norm; used at drafted positions (free latent)
     Σ_i 0.8^i CE(p, q_i)                   Drafter.forward: loss over the steps of the training-time test; no feature loss
     c, V = Π c                             siblings' log_c, and value, their sum along the path (section 4.1 of EAGLE-2)
@@ -28,8 +28,8 @@ Glossary
     python eagle3.py --train --ttt 1       the ablation: no training-time test
 
 At T > 0 a deterministic tree wastes its draft where the target is uncertain. Here the first child of every expanded node is
-drawn from q, and drawn children are never pruned: which of them survive would otherwise depend on what was drawn, and the
-output would no longer have the target's law. Which nodes to expand, and which chosen leaves to keep, is free.
+drawn from q, only drawn children are expanded, and they are never pruned: which of them survive would otherwise depend on what
+was drawn, and the output would no longer have the target's law. Which of them to expand, and which chosen leaves to keep, is free.
 
 Read next: dflash.py. Left out: the reduced draft vocabulary with an LM head of its own (the official code trains one; here the
 head is the target's, frozen), serving many requests at once.
@@ -62,8 +62,8 @@ GREEDY = 2.5  # at T = 0 the likeliest child is accepted more often than its pro
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = flag(600, "optimiser steps")
-    batch_size: int = flag(8, "sequences per step")
+    steps: int = flag(1100, "optimiser steps")
+    batch_size: int = flag(4, "sequences per step")
     seq_len: int = flag(256, "tokens per sequence")
     text: str = flag("mixed", "to train on: corpus, greedy or sampled text of the target, or mixed, a third each (published: the target's)")
     lr: float = flag(0.02, "learning rate of Muon (published: AdamW, 5e-5)")
@@ -71,8 +71,8 @@ class Args(CommonArgs):
     width: int = flag(4, "k: children of an expanded node (published: 10)", trained=False)
     beam: int = flag(2, "m: nodes expanded per level, at most k (published: k)", trained=False)
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
-    n_nodes: int = flag(24, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
-                           "expanded or drawn", trained=False)
+    n_nodes: int = flag(10, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
+                           "drawn", trained=False)
     drawn: int = flag(1, "at T > 0 draw this many of a node's children from q, the first ones, and choose the likeliest of the rest; "
                          "0: a deterministic tree (published), --width or more: all drawn", trained=False, least=0)
 
@@ -100,45 +100,41 @@ class Layer(nn.Module):
         qkv = qkv.view(b, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         y = attend(*rotate(qkv[:2], angles), qkv[2])
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
-        return x + self.mlp_proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x + self.mlp_proj(F.relu(self.fc(self.ln_2(x))).square())
 
 
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
-    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried ..."""
-    log_c = ((GREEDY if law is None else 1) * logits.float()).log_softmax(-1)  # else raw: temperature is a matter of q
+    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried, and what
+    is left is shared by the others, as q says."""
     if drawn == 0:
-        top = log_c.topk(k)
+        top = ((GREEDY if law is None else 1) * logits.float()).log_softmax(-1).topk(k)
         return top.indices, top.values, None
     q = left = law(logits)
-    first = []
-    for _ in range(min(drawn, k)):
+    first, log_a = [], []
+    for s in range(min(drawn, k)):
         if first:  # where nothing is left, any token will do
             left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))
         first.append(sample(left)[:, None])
-    first = torch.cat(first, 1)
-    rest = log_c.scatter(1, first, float("-inf")).topk(k - first.shape[1]).indices
-    s = torch.arange(first.shape[1], device=logits.device, dtype=log_c.dtype)
-    log_a = (math.log(ALPHA) + s * math.log(1 - ALPHA)).expand(first.shape)
-    return torch.cat([first, rest], 1), torch.cat([log_a, log_c.gather(1, rest) + len(s) * math.log(1 - ALPHA)], 1), q
+        log_a.append(q.new_full(first[-1].shape, math.log(ALPHA) + s * math.log(1 - ALPHA)))
+    rest = q.scatter(1, torch.cat(first, 1), -1).topk(k - len(first))
+    log_c = rest.values.log() + len(first) * math.log(1 - ALPHA)
+    return torch.cat([*first, rest.indices], 1), torch.cat([*log_a, log_c], 1), q
 
 
 def unrolled(keys, values, q, k, v):
     """Attention of one step of the training-time test: q, k, v (b, n_head, n, hd). Slot t sees the first step's rows 0..t, as a
-    drafted node sees the committed prefix, and of every later step its own slot alone, as it sees its ancestors: those are
-    dot products. Appends k and v to keys and values, which hold the steps so far."""
-    n, scale = q.shape[2], q.shape[3] ** -0.5
+    drafted node sees the committed prefix, and of every later step its own slot alone, as it sees its ancestors. Appends k and v
+    to keys and values, which hold the steps so far."""
     keys.append(k)
     values.append(v)
-    scores = q @ keys[0][:, :, :n].mT
-    scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    own = [(q * key[:, :, :n]).sum(-1, keepdim=True) for key in keys[1:]]
-    w = (torch.cat([scores, *own], -1) * scale).softmax(-1)
-    y = w[..., :n] @ values[0][:, :, :n]
-    for j, value in enumerate(values[1:]):
-        y = y + w[..., n + j:n + j + 1] * value[:, :, :n]
-    return y
+    n = q.shape[2]
+    prefix = causal(n, q.device, q.dtype)
+    itself = torch.full_like(prefix, -math.inf).fill_diagonal_(0)
+    mask = torch.cat([prefix] + [itself] * (len(keys) - 1), 1)
+    k, v = (torch.cat([step[:, :, :n] for step in steps], 2) for steps in (keys, values))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class Drafter(nn.Module):
@@ -153,8 +149,8 @@ class Drafter(nn.Module):
         self.taps = [2, L // 2, L - 3] if L >= 7 else [max(1, L // 3), max(1, L // 2), L]  # the official ones where distinct
         self.width = min(args.width, config.vocab_size)
         self.beam = min(args.beam, self.width)
-        kept = args.depth * self.beam + min(args.drawn, self.width) * (1 + args.depth * self.beam)  # expanded, drawn: never pruned
-        self.nodes = max(args.n_nodes, 1 + kept)
+        drawn = min(args.drawn, self.width)
+        self.nodes = max(args.n_nodes, 1 + drawn * (1 + args.depth * (1 if drawn == 1 else self.beam)))  # all that is drawn stays
         self.fc = nn.Linear(3 * d, d, bias=False)
         self.layer = Layer(config)
         self.norm = nn.LayerNorm(d, bias=False)
@@ -163,8 +159,9 @@ class Drafter(nn.Module):
                 nn.init.normal_(p, std=0.02 / 2 ** 0.5 if name.endswith("proj.weight") else 0.02)
 
     def fuse(self, h):
-        """g (b, T, d) of the three taps h, each (b, T, d)."""
-        return self.fc(torch.cat(h, -1))
+        """g (b, T, d) of the three taps h, each (b, T, d). Each is normed first, which the paper does not mention: g is the residual
+        stream of the layer, which could not change it where features are large."""
+        return self.fc(torch.cat([F.layer_norm(x, x.shape[-1:]) for x in h], -1))
 
     def angles(self, positions):
         return rope_angles(positions, self.config.n_embd // self.config.n_head, self.fc.weight.dtype)
@@ -184,14 +181,14 @@ class Drafter(nn.Module):
         at the same slot, its token the true one, t+1+i, its position t+i, and what it predicts is token t+2+i."""
         with torch.no_grad():
             logits, h = target(idx, taps=self.taps)
+            p = logits.float().softmax(-1)
         state, keys, values, loss = self.fuse(h), [], [], 0.0
         for i in range(self.args.ttt):
             n = idx.shape[1] - 1 - i
             angles = self.angles(torch.arange(i, i + n, device=idx.device))
             state = self.advance(target, state[:, :n], idx[:, 1 + i:], angles, partial(unrolled, keys, values))
-            p = logits[:, 1 + i:].float().softmax(-1)
             log_q = self.read(target, state).float().log_softmax(-1)
-            loss = loss - 0.8 ** i * (p * log_q).sum(-1).mean()
+            loss = loss - 0.8 ** i * (p[:, 1 + i:] * log_q).sum(-1).mean()
         return loss / sum(0.8 ** i for i in range(self.args.ttt))
 
     def reset(self, session):
@@ -236,26 +233,28 @@ class Drafter(nn.Module):
         """The tree for an anchor (1,): expand, then rerank. law: logits -> the distribution to draw from, or None. Candidates are
         numbered level by level, 0 is the anchor; value is log V."""
         k, m, device = self.width, self.beam, anchor.device
+        some = self.drawn or k  # children of a node that may be expanded: where any are drawn, those
         f, sees, frontier, number = self.state, self.itself[:1, :0], anchor.new_zeros(1), 1
         value, tokens, parents, values, expanded, laws = self.state.new_zeros(1), [anchor], [frontier - 1], [], [], []
         for depth in range(1, self.args.depth + 2):
             children, log_c, q = siblings(self.read(target, f), k, law, self.drawn)             # (m, k), (m, k), (m, V)
-            children_value = (value[:, None] + log_c).flatten()
+            children_value = value[:, None] + log_c
             expanded.append(frontier)
             laws.append(q)
             tokens.append(children.flatten())
-            values.append(children_value)
+            values.append(children_value.flatten())
             parents.append(frontier.repeat_interleave(k))
             if depth <= self.args.depth:
-                value, best = children_value.topk(m)                                      # the next to be expanded
-                row = best // k                                                           # their parents in f
-                sees = torch.cat([sees.index_select(0, row), self.itself[:m, :m]], 1)
+                value, best = children_value[:, :some].flatten().topk(min(m, some * len(f)))      # the next to be expanded
+                row = best // some                                                                # their parents in f
+                best = row * k + best % some
+                sees = torch.cat([sees.index_select(0, row), self.itself[:len(row), :len(row)]], 1)
                 f = self.step(target, f.index_select(0, row), tokens[-1].index_select(0, best), depth, sees)
-                frontier, number = number + best, number + len(children_value)
+                frontier, number = number + best, number + children_value.numel()
         tokens, parents, values, expanded = (torch.cat(x) for x in (tokens, parents, values, expanded))
         drawn = torch.arange(k, device=device).lt(self.drawn).repeat(len(values) // k)    # the first children of every node
-        if self.drawn:  # what is drawn, and where it was drawn, stays
-            values = values.masked_fill(drawn, math.inf).index_fill(0, expanded[1:] - 1, math.inf)
+        if self.drawn:
+            values = values.masked_fill(drawn, math.inf)                                  # what is drawn stays
         N = min(self.nodes if self.drawn else self.args.n_nodes, len(tokens))
         order = values.sort(descending=True, stable=True).indices[:N - 1] + 1             # of equals the first: a parent precedes
         kept = torch.cat([expanded[:1], order.sort().values])

@@ -98,7 +98,7 @@ def calibration(module, target, drafter, prompts, bins=10):
 
 
 SIZES = {  # settings of a draft's size that are tried one by one
-    "eagle2": [("n_nodes", (8, 16, 24, 32)), ("depth", (3, 4, 6))],
+    "eagle2": [("n_nodes", (8, 12, 16, 26)), ("depth", (3, 4, 6, 7)), ("beam", (1, 3))],
     "dflash": [("block_size", (8, 16)), ("tree", (16, 24, 48))],
     "dflash2": [("block_size", (8, 16)), ("tree", (16, 24, 48))],
 }

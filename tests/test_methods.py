@@ -289,8 +289,8 @@ def paths(tree):
 @pytest.mark.parametrize("width, beam, n_nodes", [(3, 2, 12), (12, 3, 1)], ids=["roomy", "crowded"])
 @torch.inference_mode()
 def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes, target):
-    """All confidences equal: parents come before their children, none is missing, no sibling occurs twice, and what was drawn,
-    and where, is kept, also where leaves near the root are worth more and would fill the tree."""
+    """All confidences equal: parents come before their children, none is missing, no sibling occurs twice, only drawn
+    nodes are expanded, and what was drawn is kept, also where leaves near the root are worth more and would fill the tree."""
     torch.manual_seed(0)
     session, drafter, _, _ = a_round(name, target, temperature=1.0 if drawn else 0.0, width=width, beam=beam, depth=3, n_nodes=n_nodes,
                                      drawn=drawn)
@@ -305,9 +305,35 @@ def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes,
     assert tree.topology.depth.tolist() == depth
     if drawn:
         has_law = tree.q.sum(1) > 0
-        assert has_law.sum() == 1 + beam * 3                   # the anchor, and the expanded nodes of three levels
+        levels = [1]                                           # expanded in each: of the drawn children, at most `beam`
+        for _ in range(3):
+            levels.append(min(beam, drawn * levels[-1]))
+        assert has_law.sum() == sum(levels) and tree.topology.drawn[has_law][1:].all()
         for node in has_law.nonzero()[:, 0]:
             assert (tree.topology.drawn & (parent == node)).sum() == drawn
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@torch.inference_mode()
+def test_sampled_tree_keeps_the_best_leaves(name, target):
+    """At T > 0, one child drawn: the drawn nodes are a path of full depth, and of their siblings the tree keeps those of greatest
+    value, the chance α^i of coming that far times (1-α) q."""
+    torch.manual_seed(0)
+    method = importlib.import_module(name)
+    session, drafter, _, _ = a_round(name, target, temperature=1.0, width=4, beam=2, depth=3, n_nodes=11)
+    shaken(drafter)
+    drafter.reset(session)
+    drafter.absorb(target, committed(target, drafter, text(target, 12), 11))
+    tree = drafter.draft(target, text(target, 12)[0, 11:], session.law)
+    parent, drawn = tree.topology.parent, tree.topology.drawn
+    path = [0] + drawn.nonzero()[:, 0].tolist()
+    assert len(path) == 5 and parent[path[1:]].tolist() == path[:-1]
+    values = {}
+    for i, (node, child) in enumerate(zip(path, path[1:])):
+        q = tree.q[node].index_fill(0, tree.tokens[child], -1)
+        values |= {(node, x): method.ALPHA ** i * (1 - method.ALPHA) * q[x].item() for x in q.topk(3).indices.tolist()}
+    best = set(sorted(values, key=values.get, reverse=True)[:6])
+    assert {(parent[n].item(), tree.tokens[n].item()) for n in range(1, 11) if not drawn[n]} == best
 
 
 @pytest.mark.parametrize("name", EAGLES[1:])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import tiny, topology
 
-from model import KVCache, load_gpt2, rope_angles, rotate
+from model import GPT, GPTConfig, KVCache, by_columns, load_gpt2, rope_angles, rotate
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
@@ -204,6 +204,20 @@ def test_keep_reads_before_it_writes():
     cache.pos += 2
     cache.keep(torch.tensor([0, 2, 3, 5]), torch.tensor(3))
     assert cache.kv[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 4, 5, 7, 6, 7] and cache.pos == 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"gelu": True}], ids=["default", "bias", "gelu"])
+@torch.no_grad()
+def test_by_columns_changes_only_the_memory(settings):
+    """Shapes, names, values and logits stay; every matrix lies column by column, also after new weights are loaded into it."""
+    torch.manual_seed(0)
+    target = GPT(GPTConfig(16, 11, 2, 2, 16, **settings)).double()
+    before, state = target(tokens(9, 11)[None])[0], {k: v.clone() for k, v in target.state_dict().items()}
+    assert by_columns(target) is target
+    target.load_state_dict(state)
+    assert all(m.weight.mT.is_contiguous() for m in target.modules() if isinstance(m, torch.nn.Linear))
+    assert all(torch.equal(v, state[k]) and v.shape == state[k].shape for k, v in target.state_dict().items())
+    torch.testing.assert_close(target(tokens(9, 11)[None])[0], before, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -409,6 +409,18 @@ def test_muon_looks_ahead_with_momentum():
     torch.testing.assert_close(p.detach() - first, q.detach(), atol=1e-4, rtol=1e-4)
 
 
+def test_muon_lets_weights_decay():
+    """Beside its update a matrix shrinks by lr times the decay."""
+    torch.manual_seed(2)
+    start, grad, ends = torch.randn(4, 6), torch.randn(4, 6), []
+    for decay in (0.0, 0.5):
+        p = torch.nn.Parameter(start.clone())
+        p.grad = grad.clone()
+        train.Muon([p], lr=0.1, decay=decay).step()
+        ends.append(p.detach())
+    torch.testing.assert_close(ends[1], ends[0] - 0.05 * start)
+
+
 def test_schedule_clipping_and_who_gets_which_rule():
     """4 % warmup, then a straight way down to a tenth, for both rules; gradients of norm 1 at most; only inner matrices get Muon."""
     target = model.GPT(model.GPTConfig(16, 300, 1, 2, 8))
