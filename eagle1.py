@@ -26,6 +26,9 @@ Glossary
     python eagle1.py --bench --json        measurements only
     python eagle1.py --train --no_token    the paper's ablation: a drafter that does not see the sampled token
 
+At T > 0 the first child of a node is drawn from q and the others are the likeliest of the rest (--drawn). The shape of the tree
+is the same whatever is drawn, so that the output keeps the target's law.
+
 Read next: diff eagle1.py eagle2.py. Left out: serving many requests at once.
 """
 import math

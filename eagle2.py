@@ -23,9 +23,9 @@ Glossary
     python eagle2.py --prompt "def "       continues a text, drafted and accepted tokens marked
     python eagle2.py --bench --json        measurements only
 
-At T > 0 a deterministic tree wastes its draft where the target is uncertain. Here the first child of every expanded node is
-drawn from q, only drawn children are expanded, and they are never pruned: which of them survive would otherwise depend on what
-was drawn, and the output would no longer have the target's law. Which of them to expand, and which chosen leaves to keep, is free.
+At T > 0 a deterministic tree wastes its draft where the target is uncertain. Here the first child of an expanded node is drawn
+from q, the tree goes on behind drawn children only, and the best of the others are its leaves. A drawn child is never pruned:
+which of them survive would depend on what was drawn, and the output would no longer have the target's law.
 
 Read next: diff eagle2.py eagle3.py. Left out: serving many requests at once.
 """
@@ -57,7 +57,7 @@ class Args(CommonArgs):
     w_cls: float = flag(0.1, "weight of the cross-entropy beside the feature loss (published: 0.1)")
     no_token: bool = flag(False, "ablation: features alone, without the token that followed")
     width: int = flag(4, "k: children of an expanded node (published: 10)", trained=False)
-    beam: int = flag(2, "m: nodes expanded per level, at most k (published: k)", trained=False)
+    beam: int = flag(2, "m: nodes expanded per level, at most k (published: k); at T > 0 of the drawn ones", trained=False)
     depth: int = flag(5, "levels expanded below the first (published: 5 to 7)", trained=False)
     n_nodes: int = flag(10, "N: nodes of the tree after reranking, the anchor included (published: 60); at T > 0 at least what was "
                            "drawn", trained=False)
@@ -91,8 +91,8 @@ class Layer(nn.Module):
 def siblings(logits, k, law, drawn):
     """k children for every row of logits (m, V): the first `drawn` are drawn from q = law(logits) without replacement, the others
     are the likeliest of the rest. Returns tokens (m, k), their log-confidences log c (m, k), and q (m, V) or None. A drawn child
-    is accepted about as often whatever it is: its confidence is α for the first, α (1-α) for the second that is tried, and what
-    is left is shared by the others, as q says."""
+    is accepted about as often whatever it is: c is α for the first of s, α (1-α) for the second that is tried, and for the others,
+    which are tried last, (1-α)^s q. Without q it is the draft's own probability, whatever the temperature."""
     if drawn == 0:
         top = ((GREEDY if law is None else 1) * logits.float()).log_softmax(-1).topk(k)
         return top.indices, top.values, None
@@ -103,9 +103,9 @@ def siblings(logits, k, law, drawn):
             left = norm(left.scatter(1, first[-1], 0), torch.ones_like(left))
         first.append(sample(left)[:, None])
         log_a.append(q.new_full(first[-1].shape, math.log(ALPHA) + s * math.log(1 - ALPHA)))
-    rest = q.scatter(1, torch.cat(first, 1), -1).topk(k - len(first))
-    log_c = rest.values.log() + len(first) * math.log(1 - ALPHA)
-    return torch.cat([*first, rest.indices], 1), torch.cat([*log_a, log_c], 1), q
+    rest = logits.scatter(1, torch.cat(first, 1), float("-inf")).topk(k - len(first)).indices
+    log_c = q.gather(1, rest).log() + len(first) * math.log(1 - ALPHA)
+    return torch.cat([*first, rest], 1), torch.cat([*log_a, log_c], 1), q
 
 
 class Drafter(nn.Module):
@@ -118,7 +118,8 @@ class Drafter(nn.Module):
         self.width = min(args.width, config.vocab_size)
         self.beam = min(args.beam, self.width)
         drawn = min(args.drawn, self.width)
-        self.nodes = max(args.n_nodes, 1 + drawn * (1 + args.depth * (1 if drawn == 1 else self.beam)))  # all that is drawn stays
+        self.size = max(args.n_nodes, 1 + drawn * (1 + args.depth * (1 if drawn == 1 else self.beam)))  # of a tree at T > 0
+        self.nodes = max(self.size, 2 + args.depth * self.beam)                                         # or rows while expanding
         self.fc = nn.Linear(2 * d, d)
         self.layer = Layer(config)
         for name, p in self.named_parameters():
@@ -207,7 +208,7 @@ class Drafter(nn.Module):
             if depth <= self.args.depth:
                 value, best = children_value[:, :some].flatten().topk(min(m, some * len(f)))      # the next to be expanded
                 row = best // some                                                                # their parents in f
-                best = row * k + best % some
+                best = row * k + best % some                                                      # among all children
                 sees = torch.cat([sees.index_select(0, row), self.itself[:len(row), :len(row)]], 1)
                 f = self.step(target, f.index_select(0, row), tokens[-1].index_select(0, best), depth, sees)
                 frontier, number = number + best, number + children_value.numel()
@@ -215,7 +216,7 @@ class Drafter(nn.Module):
         drawn = torch.arange(k, device=device).lt(self.drawn).repeat(len(values) // k)    # the first children of every node
         if self.drawn:
             values = values.masked_fill(drawn, math.inf)                                  # what is drawn stays
-        N = min(self.nodes if self.drawn else self.args.n_nodes, len(tokens))
+        N = min(self.size if self.drawn else self.args.n_nodes, len(tokens))
         order = values.sort(descending=True, stable=True).indices[:N - 1] + 1             # of equals the first: a parent precedes
         kept = torch.cat([expanded[:1], order.sort().values])
         place = torch.zeros_like(tokens).scatter(0, kept, torch.arange(N, device=device)) # new numbers

@@ -466,7 +466,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimiser:
-    """Muon for the matrices inside the network, which decay, Adam for everything else; warmup, then a linear way down to a tenth."""
+    """Muon for the matrices inside the network, which may decay, Adam for everything else; warmup, then a linear way down to a tenth."""
 
     def __init__(self, module, lr, steps, decay=0.0):
         tables = {m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)}
@@ -658,6 +658,8 @@ def load(path, kind=None):
                         f"({type(error).__name__})") from None
     if not isinstance(checkpoint, dict) or not {"kind", "model", "config", "args"} <= set(checkpoint):
         raise UserError(f"{path}: a PyTorch file, but not a checkpoint of this project")
+    if "gelu" not in checkpoint["config"]:
+        raise UserError(f"{path}: written by an earlier version, whose networks were others; train it again")
     if kind not in (None, checkpoint["kind"]):
         raise UserError(f"{path}: holds a {checkpoint['kind']} checkpoint, and this needs {kind}")
     return checkpoint
@@ -775,7 +777,7 @@ class Run:
         return data.batch(step, self.args.batch_size, self.args.seed)[self.rank::self.world].to(self.args.device)
 
     def autocast(self):
-        """bfloat16 where the hardware multiplies it: about twice as fast."""
+        """bfloat16 on CUDA, and on a CPU that multiplies it in tiles."""
         kind = torch.device(self.args.device).type
         return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" or has_bf16())
 
@@ -862,7 +864,7 @@ def drafter_run(args, target, data, drafter, optimiser, generate):
 
 
 def has_bf16():
-    """Whether this CPU multiplies bfloat16 in tiles (AMX). With AVX-512 alone a step takes half as long again as in float32."""
+    """Whether this CPU has AMX. With AVX-512's bfloat16 alone a step takes longer than in float32."""
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
 
 

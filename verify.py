@@ -240,8 +240,8 @@ class Session:
     """One generation: the target's cache, the newest token (anchor), the sampling law, and the loop around a method's two
     functions. Prefills on construction.
 
-    prompt: non-empty list of token ids that fits the context. taps: which hidden states the drafter wants; nodes: the size of
-    its trees. After prefill a round touches the host once, to read `report`: the tokens committed, then -1.
+    prompt: non-empty list of token ids that fits the context. taps: which hidden states the drafter wants; nodes: the most rows
+    that its trees or its own passes put behind the committed ones. After prefill a round touches the host once, to read `report`: the tokens committed, then -1.
     """
 
     chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule

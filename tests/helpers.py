@@ -20,7 +20,7 @@ def tiny(vocab_size=7, max_seq_len=24, n_layer=2, seed=0, scale=0.5):
     """A target in fp64 with large random weights: every row of logits is different, and its text does not stand still (small
     biases and a final norm of random signs keep the tied head from repeating its input)."""
     g = torch.Generator().manual_seed(seed)
-    target = GPT(GPTConfig(max_seq_len, vocab_size, n_layer, n_head=2, n_embd=16)).double().eval()
+    target = GPT(GPTConfig(max_seq_len, vocab_size, n_layer, n_head=2, n_embd=16, bias=True)).double().eval()
     for name, p in target.named_parameters():
         noise = torch.randn(p.shape, generator=g, dtype=p.dtype)
         p.data = noise if name == "ln_f.weight" else 1 + scale * noise if "ln_" in name and name.endswith("weight") else (
@@ -317,7 +317,7 @@ ROOT = Path(__file__).parent.parent
 METHODS = sorted(f.stem for f in ROOT.glob("*.py") if "\nclass Drafter" in f.read_text(encoding="utf-8"))
 SMALL = {"block_size": 4, "n_draft_layer": 2, "n_taps": 2, "depth": 2, "n_nodes": 12, "device": "cpu", "dtype": "float64"}
 WAYS = [{}, {"argmax": True}, {"tree": 9}, {"tree": 3, "block_size": 8}, {"drawn": 0}, {"drawn": 9}, {"n_candidates": 2},
-        {"width": 9, "beam": 2, "depth": 3}]
+        {"width": 9, "beam": 2, "depth": 3}, {"width": 4, "beam": 4, "depth": 5, "n_nodes": 3}, {"drawn": 0, "n_nodes": 2, "depth": 6}]
 
 
 def ways():

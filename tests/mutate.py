@@ -83,7 +83,7 @@ FAULTS = [  # file, what stands there (once), the fault
     ("eagle2.py", "best = row * k + best % some", "best = row * some + best % some"),
     ("eagle2.py", "children_value = value[:, None] + log_c", "children_value = log_c"),
     ("eagle2.py", "some = self.drawn or k", "some = k"),
-    ("eagle2.py", "q.scatter(1, torch.cat(first, 1), -1).topk", "q.topk"),
+    ("eagle2.py", "logits.scatter(1, torch.cat(first, 1), float(\"-inf\")).topk", "logits.topk"),
     ("eagle2.py", "values = values.masked_fill(drawn, math.inf)", "pass"),
     ("eagle2.py", "values.sort(descending=True, stable=True).indices[:N - 1] + 1",
      "len(values) - values.flip(0).sort(descending=True, stable=True).indices[:N - 1]"),  # of equals the last
@@ -95,6 +95,9 @@ FAULTS = [  # file, what stands there (once), the fault
     ("eagle3.py", "[itself] * (len(keys) - 1)", "[prefix] * (len(keys) - 1)"),
     ("eagle3.py", "p[:, 1 + i:] * log_q", "p[:, i:-1] * log_q"),
     ("eagle3.py", "return target.head(self.norm(a))", "return target.head(a)"),
+    ("eagle3.py", "[F.layer_norm(x, x.shape[-1:]) for x in h]", "h"),
+    ("eagle3.py", "max(self.size, 2 + args.depth * self.beam)", "self.size"),
+    ("eagle2.py", "1 + drawn * (1 +", "drawn * (1 +"),
     # DFlash
     ("dflash.py", ">= anchor.repeat_interleave", "> anchor.repeat_interleave"),
     ("dflash.py", "x.unflatten(2, (-1, B))", "x.unflatten(2, (B, -1)).transpose(2, 3)"),

@@ -13,12 +13,13 @@ from model import GPT, GPTConfig
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_round_traces_as_one_graph(name):
+def test_round_traces_as_one_graph(name, temperature):
     """Draft and verification are free of graph breaks, and a new position needs no new graph."""
     torch.manual_seed(0)
     target = tiny(vocab_size=40, max_seq_len=96, n_layer=8)
-    session, _, draft, verify_ = a_round(name, target)
+    session, _, draft, verify_ = a_round(name, target, temperature=temperature)
     for cache in session.caches:
         cache.reserve(cache.kv.shape[4])                        # as on CUDA: one shape for all positions
     graphs = []
@@ -54,11 +55,12 @@ def test_captured_equals_eager(name, temperature):
 
 
 @cuda
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_replay_does_not_synchronise(name):
+def test_replay_does_not_synchronise(name, temperature):
     """A replayed round waits for nothing but the read of its report."""
     target = GPT(GPTConfig(128, 64, 8, 2, 32)).cuda().eval()
-    session, _, draft, verify_ = a_round(name, target, device="cuda")
+    session, _, draft, verify_ = a_round(name, target, device="cuda", temperature=temperature)
     with torch.inference_mode():
         for _ in range(2):
             verify_(draft())

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import importlib
 import math
-from itertools import count, product
+from itertools import count, pairwise, product
 
 import pytest
 import torch
@@ -329,7 +329,7 @@ def test_sampled_tree_keeps_the_best_leaves(name, target):
     path = [0] + drawn.nonzero()[:, 0].tolist()
     assert len(path) == 5 and parent[path[1:]].tolist() == path[:-1]
     values = {}
-    for i, (node, child) in enumerate(zip(path, path[1:])):
+    for i, (node, child) in enumerate(pairwise(path)):
         q = tree.q[node].index_fill(0, tree.tokens[child], -1)
         values |= {(node, x): method.ALPHA ** i * (1 - method.ALPHA) * q[x].item() for x in q.topk(3).indices.tolist()}
     best = set(sorted(values, key=values.get, reverse=True)[:6])
@@ -521,6 +521,15 @@ def test_dflash2_needs_groups_of_16_channels(target):
     with pytest.raises(module.UserError, match="--no_conv"):
         module.Drafter(config, module.Args(block_size=4, seq_len=20))
     module.Drafter(config, module.Args(block_size=4, seq_len=20, no_conv=True))
+
+
+@torch.no_grad()
+def test_eagle3_takes_features_of_any_scale(target):
+    """Features that are a thousand times as large, each by itself, fuse to the same."""
+    _, drafter, _, _ = a_round("eagle3", target)
+    h = [torch.randn(1, 5, target.config.n_embd, dtype=torch.float64) for _ in drafter.taps]
+    scaled = [x * factor for x, factor in zip(h, (1.0, 100.0, 1000.0))]
+    torch.testing.assert_close(drafter.fuse(scaled), drafter.fuse(h), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -30,8 +30,10 @@ from helpers import (
     tv,
     ways,
 )
+from rounds import a_round
 
 import verify
+from model import KVCache
 from verify import Topology, Tree, chain, verify_block, verify_chain, verify_tree
 
 FALSE_ALARM = 1e-6
@@ -443,6 +445,22 @@ def test_methods_in_a_small_target(case):
             assert len(module.generate(target, drafter, prompt, n, 1.0).tokens) == n - len(prompt)
 
 
+@pytest.mark.parametrize("case", ways(), ids=case_name)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.inference_mode()
+def test_rounds_stay_within_their_reserve(target, case, temperature, monkeypatch):
+    """No pass of a round writes or keeps rows beyond the `nodes` slots that the session holds ready behind the committed ones."""
+    drafter = build(*case, target)[1]
+    _, _, draft, verify_ = a_round(case[0], target, temperature=temperature, drafter=drafter)
+    rows, append, keep = [], KVCache.append, KVCache.keep
+    monkeypatch.setattr(KVCache, "append", lambda cache, layer, slots, kv: rows.append((slots.max() - cache.pos).item() + 1)
+                        or append(cache, layer, slots, kv))
+    monkeypatch.setattr(KVCache, "keep", lambda cache, path, n: rows.append(len(path)) or keep(cache, path, n))
+    for _ in range(2):
+        verify_(draft())
+    assert len(rows) > 4 and max(rows) <= drafter.nodes
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rounds, counting, stopping
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,18 +620,20 @@ def test_generation_law_exactly(skew, rule):
     assert len(runs) >= 16 and (counted(4 ** 3, 4, runs) - target_law(target, [1, 3], *knobs)).abs().max() < EXACT
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(importlib.import_module(name), "sample")])
-def test_law_of_the_methods_exactly(name, monkeypatch):
-    """The same for the methods that draw with sample: all of their runs, with drafts small enough to have few branches."""
+@pytest.mark.parametrize("name, more", [(name, {}) for name in METHODS if hasattr(importlib.import_module(name), "sample")]
+                         + [("eagle2", {"width": 3, "drawn": 2, "beam": 2})])
+def test_law_of_the_methods_exactly(name, more, monkeypatch):
+    """The same for the methods that draw with sample: all of their runs, with drafts small enough to have few branches, or of
+    two tokens where a tree has many."""
     target, module = tiny(**SMOOTH), importlib.import_module(name)
     known = {f.name for f in dataclasses.fields(module.Args)}
-    small = {"block_size": 2 if "n_candidates" in known else 3, "n_candidates": 2, "width": 2, "beam": 1, "depth": 1, "n_nodes": 4}
+    small = {"block_size": 2 if "n_candidates" in known else 3, "n_candidates": 2, "width": 2, "beam": 1, "depth": 1, "n_nodes": 4, **more}
     if hasattr(module, "TREE"):
         monkeypatch.setattr(module, "TREE", ((2,), (1,)))
     _, drafter = build(name, {k: v for k, v in small.items() if k in known}, target)
-    knobs = (3, 1.0, 2)
+    knobs = (2 if more else 3, 1.0, 2)
     runs = [(w, r.tokens) for w, r in every_run(lambda: module.generate(target, drafter, [1, 3], *knobs), module)]
-    assert len(runs) > 50 and (counted(4 ** 3, 4, runs) - target_law(target, [1, 3], *knobs)).abs().max() < EXACT
+    assert len(runs) > 50 and (counted(4 ** knobs[0], 4, runs) - target_law(target, [1, 3], *knobs)).abs().max() < EXACT
 
 
 def frequencies(run, law, n, seed=0):
@@ -667,7 +687,8 @@ def test_chi_square_notices():
 @pytest.mark.parametrize("case", ways(), ids=case_name)
 def test_law_of_the_methods(case):
     """Chi-square of three tokens over 100 generations of every method in every way it drafts; and q, where a draft has one, is
-    what its tokens were drawn from: drawn nodes have every token as often as q, without their elder siblings, says: |z| < 5.5."""
+    what its tokens were drawn from: drawn nodes have every token as often as q, without their elder siblings, says: |z| < 5.5
+    (with half an event more in the variance, as a token that is expected 0.01 times and comes once is no normal deviate)."""
     target = tiny(**SMOOTH)
     module, drafter = build(*case, target)
     trees, draft = [], drafter.draft
@@ -690,7 +711,7 @@ def test_law_of_the_methods(case):
                     assert law[tree.tokens[i]] > 0
                     excess[at] = excess.get(at, 0) + F.one_hot(tree.tokens[i], 4) - law
                     variance[at] = variance.get(at, 0) + law * (1 - law)
-    assert all((excess[at].abs() <= 5.5 * variance[at].sqrt() + 1e-9).all() for at in excess) and bool(excess) == bool(with_q)
+    assert all((excess[at].abs() <= 5.5 * (variance[at] + 0.5).sqrt()).all() for at in excess) and bool(excess) == bool(with_q)
 
 
 def test_methods_are_found():
