@@ -658,10 +658,10 @@ def load(path, kind=None):
                         f"({type(error).__name__})") from None
     if not isinstance(checkpoint, dict) or not {"kind", "model", "config", "args"} <= set(checkpoint):
         raise UserError(f"{path}: a PyTorch file, but not a checkpoint of this project")
-    if "gelu" not in checkpoint["config"]:
-        raise UserError(f"{path}: written by an earlier version, whose networks were others; train it again")
     if kind not in (None, checkpoint["kind"]):
         raise UserError(f"{path}: holds a {checkpoint['kind']} checkpoint, and this needs {kind}")
+    if "gelu" not in checkpoint["config"]:
+        raise UserError(f"{path}: written by an earlier version, whose networks were others; train it again")
     return checkpoint
 
 

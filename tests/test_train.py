@@ -448,7 +448,7 @@ def test_schedule_clipping_and_who_gets_which_rule():
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
-CHECKPOINT = {"kind": "target", "model": {"w": torch.arange(3000.0)}, "config": {"n_layer": 2}, "args": {"steps": 3}, "step": 3}
+CHECKPOINT = {"kind": "target", "model": {"w": torch.arange(3000.0)}, "config": {"n_layer": 2, "gelu": False}, "args": {"steps": 3}, "step": 3}
 
 
 def save_for_ever(path):
@@ -504,6 +504,9 @@ def test_foreign_files_and_wrong_kinds_are_refused(tmp_path, what):
         train.load(tmp_path / "x.pt", "dflash")
     with pytest.raises(train.UserError, match="no checkpoint at .*--train"):
         train.load(tmp_path / "y.pt", "target")
+    train.save(tmp_path / "x.pt", {**CHECKPOINT, "config": {}})
+    with pytest.raises(train.UserError, match="x.pt: written by an earlier version"):
+        train.load(tmp_path / "x.pt", "target")
 
 
 def test_a_fingerprint_tells_targets_apart():
