@@ -79,6 +79,7 @@ FAULTS = [  # file, what stands there (once), the fault
     ("eagle1.py", "self.cache.pos += new.n", "self.cache.pos += new.n - 1"),
     ("eagle1.py", "sees = torch.cat([sees.index_select(0, parent), self", "sees = torch.cat([sees.index_select(0, parent * 0), self"),
     ("eagle1.py", "index_copy(0, self.expanded, laws)", "index_copy(0, torch.arange(len(laws)), laws)"),
+    ("eagle1.py", "p = logits[:, 1:].float()", "p = logits[:, :-1].float()"),
     ("eagle2.py", "row = best // some", "row = best % some"),
     ("eagle2.py", "best = row * k + best % some", "best = row * some + best % some"),
     ("eagle2.py", "children_value = value[:, None] + log_c", "children_value = log_c"),

@@ -75,6 +75,25 @@ def test_training_pass_equals_drafting(name, target):
 
 
 @pytest.mark.parametrize("name", EAGLES)
+@torch.no_grad()
+def test_labels_are_the_targets_own(name, target):
+    """Drafts that are the target's own laws, each at the position it is drafted for, cost the entropy of these laws, the least
+    there is; uniform drafts cost log V."""
+    _, drafter, _, _ = a_round(name, target, **({"ttt": 3} if name == "eagle3" else {"noise": 0.0}))
+    idx, V, costs = torch.cat([text(target, 18, seed) for seed in (1, 2)]), target.config.vocab_size, []
+    logits = target(idx)[0]
+    for read in (lambda _, a: logits[:, -a.shape[1]:], lambda _, a: torch.zeros(*a.shape[:2], V, dtype=torch.float64)):
+        drafter.read = read
+        costs.append(drafter(target, idx).item())
+    p = logits.softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    steps = [(0.8 ** i, entropy[:, 1 + i:].mean()) for i in range(3)] if name == "eagle3" else [(1.0, entropy[:, 1:].mean())]
+    least = sum(w * h for w, h in steps).item() / sum(w for w, _ in steps)
+    weight = 1.0 if name == "eagle3" else drafter.args.w_cls
+    assert costs[1] - costs[0] == pytest.approx(weight * (math.log(V) - least), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", EAGLES)
 @torch.inference_mode()
 def test_a_drafted_path_continues_the_sequence(name, target):
     """The passes along a drafted path are those of one causal sequence: committed slots with the target's features, then drafted
@@ -288,10 +307,11 @@ def paths(tree):
 @pytest.mark.parametrize("drawn", [0, 1, 2])
 @pytest.mark.parametrize("width, beam, n_nodes", [(3, 2, 12), (12, 3, 1)], ids=["roomy", "crowded"])
 @torch.inference_mode()
-def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes, target):
+def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes, target, monkeypatch):
     """All confidences equal: parents come before their children, none is missing, no sibling occurs twice, only drawn
     nodes are expanded, and what was drawn is kept, also where leaves near the root are worth more and would fill the tree."""
     torch.manual_seed(0)
+    monkeypatch.setattr(importlib.import_module(name), "ALPHA", 0.2)  # of little worth: the deep ones less than leaves near the root
     session, drafter, _, _ = a_round(name, target, temperature=1.0 if drawn else 0.0, width=width, beam=beam, depth=3, n_nodes=n_nodes,
                                      drawn=drawn)
     drafter.read = lambda target, a: torch.zeros(len(a), target.config.vocab_size, dtype=torch.float64)
