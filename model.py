@@ -179,7 +179,7 @@ class GPT(nn.Module):
 
 def by_columns(module):
     """Stores the matrices of a module's Linear layers column by column, as GPT-2's own files do; shapes stay. A few rows times such
-    a matrix take half to three quarters of the time on a CPU. Returns the module."""
+    a matrix take about three quarters of the time on a CPU. Returns the module."""
     for m in module.modules():
         if isinstance(m, nn.Linear):
             m.weight.data = m.weight.data.mT.contiguous().mT
