@@ -1,24 +1,22 @@
-"""The target: a small GPT (GPT-2's, whose biases and GELU are options), its KV cache, and taps on its hidden states.
+"""The target: a small GPT (GPT-2's layout), its KV cache, and taps on its hidden states.
 
 What is here and nowhere else:
   GPT.forward   one pass over tokens: a plain sequence, a continuation of a cache, or a tree of drafted tokens
   KVCache       preallocated keys and values; accepting a path of a tree moves rows, nothing is encoded twice
   rotate        rotary positions, which the drafters use (the target's own positions are learned)
 
-Notation: L layers, d = n_embd, V = vocab_size, S = slots in the cache, N = nodes in a draft.
-  h[0] = embedding, h[l] = output of block l, h[L] = after the final norm, the direct input of the LM head.
-
-Sources: GPT-2 (Radford et al. 2019), the layout of nanoGPT; tree attention: SpecInfer (arXiv 2305.09781, sec. 4.2).
+Notation: L layers, d = n_embd, V = vocab_size, nh = n_head, hd = d / nh, N nodes in a draft.
+  h[0] = embedding, h[l] = output of block l, h[L] = after the final norm: the direct input of the LM head.
+Sources: GPT-2 (Radford et al. 2019), nanoGPT; tree attention: SpecInfer (arXiv 2305.09781, section 4.2).
 """
 import functools
 import math
+import re
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-torch.set_flush_denormal(True)  # confident softmax tails are denormal numbers, and a CPU computes with those 50 times slower
 
 
 @dataclass
@@ -26,14 +24,14 @@ class GPTConfig:
     max_seq_len: int = 256  # the context: learned positions 0..255
     vocab_size: int = 512
     n_layer: int = 24       # deep and narrow: a draft layer has to be cheap beside the target
-    n_head: int = 3
-    n_embd: int = 96
+    n_head: int = 2
+    n_embd: int = 128
     bias: bool = False      # GPT-2 has biases in every Linear and LayerNorm
-    gelu: bool = False      # GPT-2's activation (by tanh); relu² (So et al. 2109.08668) takes a fraction of its time
+    gelu: bool = False      # GPT-2's activation; relu² (So et al. 2109.08668) takes a fraction of its time
 
 
 def rope_angles(positions, head_dim, dtype=torch.float32, base=10000.0):
-    """Rotary positions (Su et al. 2104.09864): positions (..., T) -> cos and signed sin, (2, ..., T, head_dim), for rotate."""
+    """Rotary positions (Su et al. 2104.09864), for rotate: (..., T) -> cos and signed sin, (2, ..., T, hd)."""
     half = head_dim // 2
     angle = positions[..., None] * base ** (-torch.arange(half, device=positions.device) / half)
     cos, sin = angle.cos(), angle.sin()
@@ -41,7 +39,7 @@ def rope_angles(positions, head_dim, dtype=torch.float32, base=10000.0):
 
 
 def rotate(x, angles):
-    """x (..., T, hd), angles from rope_angles -> x at its positions, the same shape."""
+    """x (..., T, hd) turned to its positions by the angles of rope_angles."""
     return torch.addcmul(x * angles[0], x.roll(x.shape[-1] // 2, -1), angles[1])
 
 
@@ -54,40 +52,41 @@ def causal(n, device, dtype):
 class KVCache:
     """Keys and values of `pos` committed tokens, in buffers whose shape never changes.
 
-    kv (n_layer, 2, B, n_head, slots, head_dim); pos, a 0-d tensor on the device. Rows at and beyond pos are rejected or
-    unwritten: they are masked, and overwritten by the next pass. `span` is the number of slots a pass attends to: all of
-    them on CUDA (static shapes, so that a pass can be captured in a graph), on a CPU only as many as the text needs.
+    kv (n_layer, 2, 1, nh, slots, hd); pos, a 0-d tensor on the device. Rows at and beyond pos are rejected or
+    unwritten: they are masked, and overwritten by the next pass. A pass attends to the first `attended` slots: on CUDA
+    to all (static shapes, so that a pass can be captured in a graph), on a CPU only to as many as the text needs.
     """
 
-    def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None, batch=1):
-        self.kv = torch.zeros(n_layer, 2, batch, n_head, slots, head_dim, device=device, dtype=dtype)
+    def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None):
+        slots = (slots + 63) // 64 * 64  # masks of other widths are copied by memory-efficient attention, every time
+        self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
-        self.reserve(slots)
         self.index = torch.arange(slots + 1, device=device)
+        self.attend_up_to(slots)
 
-    def reserve(self, n):
+    def attend_up_to(self, n):
         """Lets the next passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
         slots = self.kv.shape[4]
-        self.span = slots if self.kv.is_cuda else min((n + 63) // 64 * 64, slots)
-        self.layers = [(kv, kv[0, :, :, :self.span], kv[1, :, :, :self.span]) for kv in self.kv]  # views, made once
+        self.attended = slots if self.kv.is_cuda else min((n + 63) // 64 * 64, slots)
+        self.views = [kv[:, :, :, :self.attended].unbind() for kv in self.kv]
 
     def append(self, layer, slots, kv):
-        """Writes kv (2, B, n_head, T, head_dim) at slots (T,); returns the keys and values (B, n_head, span, head_dim)."""
-        buffer, keys, values = self.layers[layer]
-        buffer.index_copy_(3, slots, kv)
-        return keys, values
+        """Writes kv (2, 1, nh, T, hd) at slots (T,); returns all keys and values, (1, nh, attended, hd) each."""
+        self.kv[layer].index_copy_(3, slots, kv)
+        return self.views[layer]
 
     def mask(self, ancestors):
-        """ancestors (R, T), 0 where row i may see row j behind pos and -inf elsewhere -> (R, span): the committed prefix is
-        visible to every row, whatever lies beyond those T rows to none."""
+        """ancestors (R, T): 0 where row i may see row j behind pos, -inf elsewhere -> (R, attended): the committed
+        prefix is visible to every row; what lies beyond those T rows, to none."""
         T = ancestors.shape[-1]
         padded = F.pad(ancestors, (1, 1), value=-math.inf)  # prefix | new rows | beyond
         padded[:, 0] = 0
-        return padded.index_select(1, (self.index[1:self.span + 1] - self.pos).clamp_(0, T + 1))
+        column = (self.index[1:self.attended + 1] - self.pos).clamp_(0, T + 1)
+        return padded.index_select(1, column)
 
-    def keep(self, path, n):
-        """Commits n rows: moves the rows of path (P,), node numbers of the last pass, to pos, pos+1, ... and advances pos
-        by n (0-d tensor, n <= P). Entries of path at and after n are padding. All rows are read before one is written."""
+    def commit_path(self, path, n):
+        """Commits n rows: moves those of path (P,), node numbers of the last pass, to pos, pos+1, ... and advances pos
+        by n (0-d tensor, n <= P); path is padding from n on. Rows are read before any is written: they overlap."""
         rows = self.kv.index_select(4, self.pos + path)
         self.kv.index_copy_(4, self.pos + self.index[:len(path)], rows)
         self.pos += n
@@ -98,22 +97,24 @@ class Block(nn.Module):
 
     def __init__(self, c):
         super().__init__()
+        d = c.n_embd
         self.n_head, self.gelu = c.n_head, c.gelu
-        self.ln_1 = nn.LayerNorm(c.n_embd, bias=c.bias)
-        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
-        self.attn_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
-        self.ln_2 = nn.LayerNorm(c.n_embd, bias=c.bias)
-        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.mlp_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+        self.ln_1 = nn.LayerNorm(d, bias=c.bias)
+        self.c_attn = nn.Linear(d, 3 * d, bias=c.bias)
+        self.attn_proj = nn.Linear(d, d, bias=c.bias)
+        self.ln_2 = nn.LayerNorm(d, bias=c.bias)
+        self.c_fc = nn.Linear(d, 4 * d, bias=c.bias)
+        self.mlp_proj = nn.Linear(4 * d, d, bias=c.bias)
 
     def forward(self, x, layer=0, cache=None, slots=None, mask=None):
         B, T, d = x.shape
         qkv = self.c_attn(self.ln_1(x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hd)
-        k, v = qkv[1:] if cache is None else cache.append(layer, slots, qkv[1:])  # (B, nh, T or span, hd)
+        k, v = qkv[1:] if cache is None else cache.append(layer, slots, qkv[1:])
         y = F.scaled_dot_product_attention(qkv[0], k, v, attn_mask=mask, is_causal=cache is None)
         x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, d))
         y = self.c_fc(self.ln_2(x))
-        return x + self.mlp_proj(F.gelu(y, approximate="tanh") if self.gelu else F.relu(y).square())
+        y = F.gelu(y, approximate="tanh") if self.gelu else F.relu(y).square()
+        return x + self.mlp_proj(y)
 
 
 class GPT(nn.Module):
@@ -125,86 +126,75 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(c.max_seq_len, c.n_embd)
         self.blocks = nn.ModuleList([Block(c) for _ in range(c.n_layer)])
         self.ln_f = nn.LayerNorm(c.n_embd, bias=c.bias)
-        for name, p in self.named_parameters():  # GPT-2's initialisation; projections into the residual stream start smaller
-            if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.n_layer) if name.endswith("proj.weight") else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        init_weights(self, c.n_layer)
         # Learned positions that start as sinusoids: heads that look one token back form in fewer steps.
         cos, sin = rope_angles(torch.arange(c.max_seq_len), c.n_embd)
         self.wpe.weight.data.copy_(0.02 * 2 ** 0.5 * torch.where(torch.arange(c.n_embd) < c.n_embd // 2, cos, sin))
-
-    def embed(self, tokens):
-        """Token embeddings, without positions: tokens (...) -> (..., d)."""
-        return F.embedding(tokens, self.wte.weight)
 
     def head(self, h):
         """The LM head, tied to the token embedding: h (..., d) -> logits (..., V)."""
         return F.linear(h, self.wte.weight)
 
-    def new_cache(self, extra=0, batch=1):
-        """An empty cache for the whole context and `extra` slots, so that a draft at the end of the context still fits (or fewer
-        slots where texts stay shorter). Decoding has a batch of 1; more texts of one length can be continued side by side."""
+    def new_cache(self, extra=0):
+        """An empty cache for the whole context and `extra` rows, so that a draft at its end still fits."""
         c, w = self.config, self.wte.weight
-        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.max_seq_len + extra, w.device, w.dtype, batch)
+        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.max_seq_len + extra, w.device, w.dtype)
 
     def forward(self, idx, cache=None, tree=None, taps=()):
         """idx (B, T) -> logits (B, T, V), [h[l] (B, T, d) for l in taps].
 
         Without a cache: a plain causal pass over positions 0..T-1.
-        With a cache (of batch B): the T tokens follow the cache.pos committed ones and their keys and values are written behind
-        them; pos does not move (KVCache.keep commits). With a tree (verify.Topology of T nodes) token i stands at slot
-        pos+i and at position pos+depth[i], and sees the committed prefix and its own ancestors.
-        Positions beyond the context are clamped: such nodes compute rubbish that decoding never accepts.
+        With a cache (B = 1): the T tokens follow the cache.pos committed ones, and their keys and values are
+        written behind them; pos does not move (commit_path moves it). With a tree (verify.Topology of T nodes) token i
+        stands at slot pos+i and at position pos+depth[i], and sees the committed prefix and its own ancestors.
+        Positions beyond the context are clamped: a rule may accept such nodes, Session.record_tokens cuts them off.
         """
-        T = idx.shape[1]
+        T, limit = idx.shape[1], self.config.max_seq_len
         slots = mask = None
         if cache is None:
-            assert T <= self.config.max_seq_len, f"{T} tokens do not fit a context of {self.config.max_seq_len}"
+            assert T <= limit, f"{T} tokens do not fit a context of {limit}"
             positions = torch.arange(T, device=idx.device)
         else:
-            slots = cache.pos + cache.index[:T]
-            if tree is None:
-                positions, mask = slots, cache.mask(causal(T, idx.device, cache.kv.dtype))
-            else:
-                positions, mask = cache.pos + tree.depth, cache.mask(tree.ancestors.to(cache.kv.dtype))
-            positions = positions.clamp(max=self.config.max_seq_len - 1)
-        h = self.embed(idx) + self.wpe(positions)
-        kept = {0: h}
+            slots, dtype = cache.pos + cache.index[:T], cache.kv.dtype
+            mask = cache.mask(causal(T, idx.device, dtype) if tree is None else tree.ancestors.to(dtype))
+            positions = (slots if tree is None else cache.pos + tree.depth).clamp(max=limit - 1)
+        h = [self.wte(idx) + self.wpe(positions)]
         for l, block in enumerate(self.blocks):
-            h = kept[l + 1] = block(h, l, cache, slots, mask)
-        h = kept[len(self.blocks)] = self.ln_f(h)
-        return self.head(h), [kept[l] for l in taps]
+            h.append(block(h[-1], l, cache, slots, mask))
+        h[-1] = self.ln_f(h[-1])
+        return self.head(h[-1]), [h[l] for l in taps]
 
 
-def by_columns(module):
-    """Stores the matrices of a module's Linear layers column by column, as GPT-2's own files do; shapes stay. A few rows times such
-    a matrix take about three quarters of the time on a CPU. Returns the module."""
+def init_weights(module, n_layer):
+    """GPT-2's initialisation; the projections into the residual stream of n_layer layers start smaller."""
+    for name, p in module.named_parameters():
+        if p.dim() == 2:
+            std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("proj.weight") else 0.02
+            nn.init.normal_(p, std=std)
+
+
+def column_major(module):
+    """Stores the matrices of a module's Linear layers column by column, as GPT-2's own files do; shapes stay. On a
+    CPU a few rows times such a matrix take about three quarters of the time. Returns the module."""
     for m in module.modules():
         if isinstance(m, nn.Linear):
             m.weight.data = m.weight.data.mT.contiguous().mT
     return module
 
 
-def load_gpt2(weights):
-    """A GPT from GPT-2 weights in the published layout.
-
-    weights: dict of name -> tensor, with or without the prefix "transformer.". The published projections are Conv1D, that
-    is (in, out): they are transposed here. Raises KeyError for a name that is missing, ValueError without
-    any layer, RuntimeError for a shape that does not fit.
-    """
-    w = {k.removeprefix("transformer."): v for k, v in weights.items()}
-    n_layer = 1 + max(int(k.split(".")[1]) for k in w if k.startswith("h."))
+def load_gpt2(weights, n_head):
+    """A GPT from published GPT-2 weights: {name: tensor}, with or without the prefix "transformer.". The projections
+    are Conv1D there, that is (in, out), and are transposed here. Raises KeyError for a name that is missing, ValueError
+    without any layer, RuntimeError for a shape that does not fit."""
+    w = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    n_layer = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("h."))
     V, d = w["wte.weight"].shape
-    config = GPTConfig(w["wpe.weight"].shape[0], V, n_layer, n_head=max(1, d // 64), n_embd=d, bias=True, gelu=True)
-    names = {"ln_1": "ln_1", "attn.c_attn": "c_attn", "attn.c_proj": "attn_proj", "ln_2": "ln_2",
-             "mlp.c_fc": "c_fc", "mlp.c_proj": "mlp_proj"}
-    ours = {k: w[k] for k in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
-    for l in range(n_layer):
-        for theirs, name in names.items():
-            weight = w[f"h.{l}.{theirs}.weight"]
-            ours[f"blocks.{l}.{name}.weight"] = weight.t() if weight.dim() == 2 else weight
-            ours[f"blocks.{l}.{name}.bias"] = w[f"h.{l}.{theirs}.bias"]
-    model = GPT(config)
-    model.load_state_dict(ours)
+    model = GPT(GPTConfig(len(w["wpe.weight"]), V, n_layer, n_head, d, bias=True, gelu=True))
+    ours = {}
+    for name, tensor in w.items():
+        if name.startswith("h.") and tensor.dim() == 2:
+            tensor = tensor.t()
+        name = re.sub(r"^h\.", "blocks.", name).replace("mlp.c_fc", "c_fc").replace("attn.c_attn", "c_attn")
+        ours[re.sub(r"(attn|mlp)\.c_proj", r"\1_proj", name)] = tensor
+    model.load_state_dict({name: ours[name] for name in model.state_dict()})
     return model

@@ -1,310 +1,318 @@
-"""All methods side by side: trains what is missing, measures, checks losslessness, writes the README's table and the figures.
+"""Methods beside plain decoding, on held-out prompts; prints the tables and writes them to tests/RESULTS.md.
 
-    python tests/compare.py                            the five methods, 20 prompts per domain
-    python tests/compare.py dflash.py ../my/idea.py    these files, wherever they are
-    python tests/compare.py --no-write                 leaves README.md and .github/assets alone
+    python tests/compare.py                           the five methods and prompt lookup
+    python tests/compare.py dflash ../my/idea.py      these: names of files in the root, or paths
+    python tests/compare.py --figure                  measures nothing, draws .github/rounds.svg
 
-Speeds are taken next to plain decoding in one interleaved run: leave the machine alone meanwhile.
+Speeds are this machine's: nothing else should run on it meanwhile.
 """
 import argparse
+import html
 import importlib.util
 import json
 import math
 import os
 import platform
-import subprocess
+import re
 import sys
+import time
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import helpers
+
 import train
 import verify
 
-FIVE = ["eagle1.py", "eagle2.py", "eagle3.py", "dflash.py", "dflash2.py"]
-ASSETS = ROOT / ".github" / "assets"
+ROOT = Path(train.__file__).resolve().parent
+METHODS = ["eagle1", "eagle2", "eagle3", "dflash", "dflash2", "tests/lookup"]
 
 
-def load_method(path):
-    """The module in a method's file, from any folder."""
-    path = (Path(path) if Path(path).exists() else ROOT / path).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+# ---- What is measured ----
+def load_method(file):
+    """The module of a method: the name of a file in the root, or a path."""
+    path = Path(file) if Path(file).suffix else ROOT / f"{file}.py"
+    if not path.exists():
+        sys.exit(f"no method at {path}: give the name of a file in {ROOT}, or a path")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
 
-def prepare(module, target=None, **settings):
-    """(args, target, drafter) of a trained method; settings override what its checkpoint says."""
-    args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
-    for name, value in settings.items():
-        setattr(args, name, value)
-        args.given.add(name)
-    target = target or train.target_from(train.load(args.target, "target"), args.device, getattr(torch, args.dtype))
-    return args, target, train.load_drafter(module, args, target)
+def load_drafter(module, target, ckpt=None, **settings):
+    """(drafter, path of its checkpoint), with the checkpoint's settings but for those given here."""
+    name = getattr(module.Drafter, "name", module.__name__)
+    ckpt = ckpt or str(train.find(name))
+    args = train.parse(module.Args, module.__doc__, name, ["--ckpt", ckpt])
+    vars(args).update(settings)
+    return train.load_drafter(module, args, target), ckpt
 
 
-@torch.inference_mode()
-def law_is_exact(module, target, drafter, prompt, n=600, length=4, top_k=3):
-    """p-value of a chi-square test: the first `length` new tokens of n generations at T = 1, of three possible tokens each, so that
-    rounds, caches and depths play a part, against the target's exact joint law from passes of its own. Texts that are expected
-    fewer than five times are one cell; nan where that leaves nothing to compare."""
-    law, device = {(): 1.0}, target.wte.weight.device
-    for _ in range(length):
-        law = {(*text, t): weight * q[t].item() for text, weight in law.items()
-               for q in [verify.probs(target(torch.tensor([[*prompt, *text]], device=device))[0][0, -1].double(), 1.0, top_k)]
-               for t in q.nonzero()[:, 0].tolist()}
-    torch.manual_seed(0)
-    count = Counter(tuple(module.generate(target, drafter, prompt, length, 1.0, top_k).tokens) for _ in range(n))
-    if count.keys() - law.keys():
-        return 0.0  # what cannot happen has happened
-    cells = [(count[text], n * weight) for text, weight in law.items() if n * weight >= 5]
-    rest = n - sum(c for c, _ in cells), n - sum(e for _, e in cells)
-    cells += [rest] if rest[1] >= 1 else []
-    statistic = sum((c - e) ** 2 / e for c, e in cells)
-    return torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)).item() if len(cells) > 1 else math.nan
-
-
-def calibration(module, target, drafter, prompts, bins=10):
-    """EAGLE-2's claim: [(confidence, acceptance, count)] of the children of the anchor, over greedy generations."""
-    pairs, draft = [], drafter.draft
-    for prompt in prompts:
-        seen = []
-
-        def wrapped(target, anchor, law=None, seen=seen):
-            top = drafter.read(target, drafter.state).softmax(-1).topk(4)
-            seen.append((top.values[0].tolist(), top.indices[0].tolist()))
-            return draft(target, anchor, law)
-
-        drafter.draft = wrapped
-        record = module.generate(target, drafter, prompt, 64)
-        at = 1
-        for (c, tokens), kept in zip(seen, record.committed):
-            pairs += [(ci, float(record.tokens[at] == t)) for ci, t in zip(c, tokens)]
-            at += kept
-    drafter.draft = draft
-    rows = []
-    for i in range(bins):
-        inside = [(c, a) for c, a in pairs if i / bins <= c < (i + 1) / bins + (i == bins - 1)]
-        if len(inside) >= 10:
-            rows.append((sum(c for c, _ in inside) / len(inside), sum(a for _, a in inside) / len(inside), len(inside)))
-    return rows
-
-
-SIZES = {  # settings of a draft's size that are tried one by one
-    "eagle2": [("n_nodes", (8, 12, 16, 26)), ("depth", (3, 4, 6, 7)), ("beam", (1, 3))],
-    "dflash": [("block_size", (8, 16)), ("tree", (16, 24, 48))],
-    "dflash2": [("block_size", (8, 16)), ("tree", (16, 24, 48))],
-}
-
-
-def sweep(module, target, prompts):
-    """[(setting, value, {temperature: {domain: (tau, speedup)}})] for the sizes of a method; prompts {domain: [tokens]}."""
-    rows = []
-    for setting, values in SIZES[module.__name__]:
-        for value in values:
-            _, _, drafter = prepare(module, target, **{setting: value})
-            found = {}
-            for T in (0, 1):
-                for domain, texts in prompts.items():
-                    numbers, _ = verify.measure(target, partial(module.generate, target, drafter), texts, 96, T)
-                    found.setdefault(str(T), {})[domain] = numbers["tau"], numbers["speedup"]
-            rows.append((setting, value, found))
-            print(f"{module.__name__} --{setting} {value}: " + "; ".join(f"T = {T}: " + ", ".join(
-                f"{d} tau {tau:.2f}, {speed:.2f}x" for d, (tau, speed) in found[T].items()) for T in found), flush=True)
-    return rows
+def open_target(path, data):
+    """The target on the default device, with as many threads as train.launch gives it, and its data."""
+    args = train.CommonArgs()
+    target = train.load_target(path or train.find("target"), args.device, getattr(torch, args.dtype))
+    if "OMP_NUM_THREADS" not in os.environ and target.config.n_embd <= 256:
+        torch.set_num_threads(1)
+    enc = train.encoding(target.tokenizer)
+    return target, train.Data(train.read_corpus(data), enc, min(256, target.config.max_seq_len))
 
 
 def training_minutes(ckpt):
+    """By the log beside a checkpoint, "–" where there is none. Runs append to it: a first step starts over, and a
+    resumed run counts its seconds from 0 again."""
     log = Path(ckpt).with_suffix(".jsonl")
     if not log.exists():
-        return math.nan
-    seconds = [row["seconds"] for row in map(json.loads, log.read_text().splitlines()) if "seconds" in row]
-    return sum(a for a, b in pairwise([*seconds, 0]) if b < a) / 60  # a resumed run starts at 0 again
+        return "–"
+    total = last = 0.0
+    for row in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
+        total += last if row["seconds"] < last else 0
+        total, last = total if row["step"] > 10 else 0.0, row["seconds"]
+    return f"{(total + last) / 60:.1f}"
 
 
-def sizes(sweeps):
-    """The README's table of draft sizes."""
-    lines = []
-    for name, rows in sweeps.items():
-        if not lines:
-            domains = " / ".join(rows[0][2]["0"])
-            lines = [f"| | T = 0: τ on {domains} | speedup | T = 1: τ | speedup |", "|---|---|---|---|---|"]
-        for setting, value, found in rows:
-            cells = [" / ".join(f"{pair[i]:.2f}" for pair in found[T].values()) for T in found for i in (0, 1)]
-            lines.append(f"| {name} `--{setting} {value}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+# ---- Measurements ----
+def measure(generate, target, enc, pairs, n_new, T):
+    """verify.measure on [(prompt, answer)]; also quartiles of the speedup over prompts, right answers with drafting
+    and without, share of 8-grams that plain decoding repeats."""
+    sampling = T, None, None, (enc.eot_token,)
+    texts = [prompt for prompt, _ in pairs]
+    verify.measure(target, generate, texts[:1], 16, *sampling)  # warm up both
+    numbers, records = verify.measure(target, generate, texts, n_new, *sampling)
+    timed = [pair for pair in records if all(r.rounds[r.warm_up:] for r in pair)]
+    ratios = torch.tensor([verify.speed([a]) / verify.speed([b]) for a, b in timed] or [math.nan])
+    numbers["quartiles"] = [ratios.quantile(share).item() for share in (0.25, 0.75)]
+    grams = [[tuple(r.tokens[i - 8:i]) for i in range(8, len(r.tokens) + 1)] for _, r in records]
+    numbers["repeated"] = 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
+    truth = [answer for _, answer in pairs]
+    texts = [[train.answer_of(enc.decode(r.tokens)) for r in side] for side in zip(*records)]
+    numbers["right"] = [sum(a == b for a, b in zip(side, truth)) for side in texts] if truth[0] else None
+    return numbers
 
 
-def markdown(results, hardware):
-    """The README's table."""
-    lines = [f"{hardware}.", ""]
-    domains = [{"math": "maths"}.get(d, d) for d in next(iter(results.values()))["numbers"]["domains"]]
-    for key, title in (("", "greedy, T = 0"), ("at_temperature_1", "sampled, T = 1")):
-        lines += [f"**{title}**", "",
-                  "| | " + " | ".join(f"{d} τ | {d} speedup" for d in domains)
-                  + " | nodes | draft ms | verify ms | plain ms/token | bound | free drafting | parameters | trained in |",
-                  "|---|" + "---|" * (8 + 2 * len(domains))]
-        for name, r in results.items():
-            run = r["numbers"][key] if key else r["numbers"]
-            cells = []
-            for d in run["domains"].values():
-                low, _, high = d["speedup_quartiles"]
-                cells += [f"{d['tau']:.2f}", f"**{d['speedup']:.2f}×** ({low:.2f}–{high:.2f})"]
-            tau = sum(d["tau"] for d in run["domains"].values()) / len(run["domains"])
-            verified = sum(d["nodes"] for d in run["domains"].values()) / len(run["domains"])
-            bound = tau * run["ar_ms"] / (run["draft_ms"] + run["verify_ms"])
-            lines.append(f"| {name} | " + " | ".join(cells) + f" | {verified:.1f} | {run['draft_ms']:.2f} | {run['verify_ms']:.2f} | "
-                         f"{run['ar_ms']:.2f} | {bound:.2f}× | {tau * run['ar_ms'] / run['verify_ms']:.2f}× | "
-                         f"{r['parameters'] / 1e6:.2f} M | {r['minutes']:.1f} min |")
-        lines.append("")
-    every = [r["numbers"]["domains"] for r in results.values()]
-    plain = every[0]
-    lines.append("Plain greedy decoding repeats " + ", ".join(f"{v['repetition']:.0%} of its 8-grams on {d}" for d, v in plain.items())
-                 + (f"; right answers in maths {plain['math']['right_answers_plain']} of {plain['math']['prompts']}, "
-                    f"with drafting {', '.join(str(d['math']['right_answers']) for d in every)}" if "math" in plain else "") + ".")
-    lines.append("")
-    lines.append("Greedy output identical to plain decoding: " + ", ".join(
-        "{} {} of {}".format(name, *r["numbers"]["greedy_equal"]) for name, r in results.items())
-        + ". Chi-square test of 600 sampled continuations of four tokens against the target's exact law (T = 1, top-k 3), p-values: "
-        + ", ".join(f"{name} {r['p_value']:.2f}" for name, r in results.items()) + ".")
-    return "\n".join(lines)
+def stage_times(generate, prompts, T, n_new=64):
+    """(ms of a draft, ms of a pass and all that follows it): medians over rounds, the first two of a text left out.
+    On CUDA later rounds are graphs, as in Session.run."""
+    times = []
+
+    def clock(session):
+        if session.device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * time.perf_counter()
+
+    def run(session, draft, check):
+        rounds, tree = 0, None
+        while not session.done:
+            for cache in session.caches:
+                cache.attend_up_to(session.length + session.nodes)
+            if session.capture and rounds == 2:
+                if draft:
+                    draft, tree = verify.capture(draft)
+                check, _ = verify.capture(check, tree)
+            began = clock(session)
+            tree = draft() if draft else None
+            drafted = clock(session)
+            check(tree)
+            new = session.new_tokens.tolist()
+            ended = clock(session)
+            session.record_tokens(new)
+            rounds += 1
+            if rounds > 2:
+                times.append((drafted - began, ended - drafted))
+        return session.record
+
+    with mock.patch.object(verify.Session, "run", run):
+        for prompt in prompts:
+            generate(prompt, n_new, T)
+    return torch.tensor(times or [(math.nan, math.nan)]).median(0).values.tolist()
 
 
-def figures(results, extra):
-    try:
-        import matplotlib
-    except ImportError:
-        print("no figures: matplotlib is not installed (pip install matplotlib)")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    ASSETS.mkdir(parents=True, exist_ok=True)
-    colours = dict(zip(results, ("#9ecae1", "#4292c6", "#08519c", "#fd8d3c", "#d94801", "#555555", "#999999")))
+@torch.inference_mode()
+def exact_law(target, prompt, length=4, top_k=3):
+    """{text: probability} of the next tokens at T = 1, each among the three likeliest, from uncached passes."""
+    law = {(): 1.0}
+    for _ in range(length):
+        idx = torch.tensor([[*prompt, *text] for text in law], device=target.wte.weight.device)
+        rows = verify.probs(target(idx)[0][:, -1].double(), 1.0, top_k).tolist()
+        law = {(*text, t): law[text] * p for text, row in zip(law, rows) for t, p in enumerate(row) if p > 0}
+    return law
 
-    def done(fig, name):
-        fig.tight_layout()
-        fig.savefig(ASSETS / f"{name}.png", dpi=110)
-        plt.close(fig)
 
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
-    for ax, key, title in zip(axes, ("", "at_temperature_1"), ("T = 0", "T = 1")):
-        for i, (name, r) in enumerate(results.items()):
-            domains = (r["numbers"][key] if key else r["numbers"])["domains"]
-            ax.bar([x + i * 0.16 for x in range(len(domains))], [d["speedup"] for d in domains.values()], 0.15, label=name, color=colours[name])
-            ax.set_xticks([x + 0.32 for x in range(len(domains))], domains)
-        ax.axhline(1, color="black", lw=0.8)
-        ax.set_title(title)
-    axes[0].set_ylabel("speedup over plain decoding")
-    axes[1].legend(fontsize=8)
-    done(fig, "speedup")
+def law_test(generate, prompt, law, n=600):
+    """p-value of a chi-square test: n texts against their exact law."""
+    torch.manual_seed(0)
+    count = Counter(tuple(generate(prompt, 4, 1.0, 3).tokens) for _ in range(n))
+    pairs = [(count[text], law.get(text, 0.0)) for text in law.keys() | count.keys()]
+    return helpers.p_value(*torch.tensor(pairs, dtype=torch.float64).T)
 
-    fig, axes = plt.subplots(1, 3, figsize=(10, 3), sharey=True)
-    for ax, domain in zip(axes, ("math", "code", "prose")):
-        for name, r in results.items():
-            a = r["numbers"]["domains"].get(domain, {"n_alpha": []})["n_alpha"]
-            ax.plot(range(1, len(a) + 1), a, "o-", ms=3, label=name, color=colours[name])
-        ax.set_title(domain)
-        ax.set_xlabel("draft position n")
-    axes[0].set_ylabel("n-α at T = 0")
-    axes[0].legend(fontsize=7)
-    done(fig, "n_alpha")
 
-    if extra.get("sweeps"):
-        fig, axes = plt.subplots(1, 2, figsize=(9, 3))
-        for name, rows in extra["sweeps"].items():
-            for setting in ("n_nodes", "block_size", "tree"):
-                points = [(value, list(found["0"].values())) for s, value, found in rows if s == setting]
-                for i, ax in enumerate(axes if points else ()):
-                    ax.plot([value for value, _ in points], [sum(pair[i] for pair in pairs) / len(pairs) for _, pairs in points],
-                            "o--" if setting == "block_size" else "o-", color=colours.get(name),
-                            label=name + {"n_nodes": "", "block_size": ", chain", "tree": ", tree"}[setting])
-        for ax, title in zip(axes, ("τ", "speedup")):
-            ax.set_title("T = 0, mean over domains", fontsize=9)
-            ax.set_xlabel("nodes verified per pass")
-            ax.set_ylabel(title)
-        axes[0].legend(fontsize=7)
-        done(fig, "draft_size")
+# ---- Tables ----
+def machine(target, options):
+    """One line: on what, with what, how often, when, at which commit."""
+    info = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", info.read_text(encoding="utf-8")) if info.exists() else None
+    cpu = found[1] if found else platform.processor()
+    where = torch.cuda.get_device_name() if target.wte.weight.is_cuda else cpu
+    commit = os.popen(f'git -C "{ROOT}" describe --always --dirty').read().strip() or "unknown"
+    return (f"{where}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {target.wte.weight.dtype}, PyTorch "
+            f"{torch.__version__}; target {target.fingerprint}; {options.prompts} held-out prompts per domain, up to "
+            f"{options.max_new_tokens} new tokens each; {time.strftime('%Y-%m-%d')}, commit {commit}.")
 
-    if extra.get("calibration"):
-        fig, ax = plt.subplots(figsize=(3.6, 3.2))
-        ax.plot([0, 1], [0, 1], color="grey", lw=0.8)
-        ax.plot([c for c, _, _ in extra["calibration"]], [a for _, a, _ in extra["calibration"]], "o-", color="#08519c")
-        ax.set_xlabel("draft confidence c")
-        ax.set_ylabel("accepted")
-        done(fig, "calibration")
 
-    fig, ax = plt.subplots(figsize=(5, 3))
-    for name, log in {r["ckpt"]: Path(r["ckpt"]).with_suffix(".jsonl") for r in results.values()}.items():
-        if log.exists():
-            rows = [json.loads(line) for line in log.read_text().splitlines()]
-            rows = [r for r in rows if "loss" in r]
-            ax.plot([r["step"] for r in rows], [r["loss"] for r in rows], label=Path(name).stem)
-    ax.set_xlabel("step")
-    ax.set_ylabel("training loss (not comparable between methods)")
-    ax.legend(fontsize=7)
-    done(fig, "loss")
+def table(header, rows):
+    rows = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows) + "\n"
+
+
+def markdown(found):
+    """RESULTS.md. found: machine, runs (one for every temperature and method), methods."""
+    domains = list(found["runs"][0]["domains"])
+    speeds, stages, alphas, copies = [], [], [], {}
+    for run in found["runs"]:
+        who, numbers, cells = [run["method"], run["T"]], run["domains"].values(), []
+        for n in numbers:
+            low, high = n["quartiles"]
+            cells += [f"{n['tau']:.2f}", f"**{n['speedup']:.2f}×** {low:.2f}–{high:.2f}", f"{n['nodes']:.1f}"]
+        right = ["{} ({})".format(*n["right"]) for n in numbers if n["right"]] or ["–"]
+        equal, prompts = (sum(n[key] for n in numbers) for key in ("equal", "prompts"))
+        speeds.append([*who, *cells, *right, "–" if float(run["T"]) else f"{equal} of {prompts}"])
+        plain, draft, check = run["ms"]
+        stages.append([*who, *(f"{x:.2f}" for x in (plain, draft, check, (draft + check) / plain))])
+        alphas.append([*who, *(" ".join(f"{a:.2f}" for a in n["n_alpha"][:8]) for n in numbers)])
+        copies[run["T"]] = [run["T"], *(f"{n['repeated']:.0%}" for n in numbers)]
+    methods = [[name, f"{m['parameters'] / 1e6:.2f}", m["minutes"], f"{m['p_value']:.3f}"]
+               for name, m in found["methods"].items()]
+    columns = [f"{d} {what}" for d in domains for what in ("τ", "speedup", "nodes")]
+    return "\n".join([
+        f"# Results\n\nWritten by `python tests/compare.py`. {found['machine']}\n",
+        "τ: tokens per target pass. Speedup: over plain decoding, measured in turns; quartiles over prompts.",
+        "Nodes: rows of a pass. Right: answers to problems, in brackets plain decoding's. Equal: texts, to its.\n",
+        table(["", "T", *columns, "right", "equal"], speeds),
+        "Stages of a round, medians in ms; t_AR: a token of plain decoding. Last: the τ from which drafting pays.\n",
+        table(["", "T", "t_AR", "t_draft", "t_verify", "(t_draft + t_verify) / t_AR"], stages),
+        "n-α: how often draft position n = 1, 2, ... is accepted where all before it are.\n",
+        table(["", "T", *domains], alphas),
+        "8-grams of plain decoding that stand earlier in the same text. Drafters copy them easily.\n",
+        table(["T", *domains], copies.values()),
+        "Law: p-value of a chi-square test in float32 of the first four tokens of 600 texts (T = 1, top-k 3).\n",
+        table(["", "M parameters", "trained, min", "law, p"], methods)])
+
+
+def write(path, text):
+    """Writes beside and renames, so that the file is always a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+# ---- The picture ----
+CELL, PITCH, LEFT = 11, 24, 104  # width of a token, height of a row, width of the labels
+STYLE = """text { font: 13px system-ui, sans-serif; fill: #24292f } .title, .tau { font-weight: 600 }
+.text { font: 11px ui-monospace, monospace; fill: #57606a } .drafted { fill: #2f6fde } .supplied { fill: #f2a33c }
+.between { stroke: #fff; stroke-opacity: .55 }"""
+
+
+def label(x, y, text, style=""):
+    return f'<text x="{x}" y="{y}" {style}>{html.escape(text)}</text>'
+
+
+def block(x, y, kept, drafted):
+    """A round: its tokens in the target's colour, the drafted ones painted over, lines between tokens."""
+    def bar(kind, tokens):
+        return f'<rect class="{kind}" x="{x}" y="{y}" width="{tokens * CELL - 2}" height="16" rx="3"/>'
+
+    lines = "".join(f"M{x + i * CELL - 1} {y}v16" for i in range(1, kept))
+    supplied, covered = bar("supplied", kept) * (kept > drafted), bar("drafted", drafted) * (drafted > 0)
+    return supplied + covered + f'<path class="between" d="{lines}"/>' * (kept > 1)
+
+
+def picture(methods, target, data, n=64):
+    """SVG: greedy continuations of a problem and of code, held-out both; methods {label: generate}."""
+    methods = {"plain": partial(verify.autoregressive, target), **methods}
+    parts = [block(17, 17, 1, 1), label(34, 29, "drafted and accepted"), block(190, 17, 1, 0),
+             label(207, 29, "supplied by the target"),
+             label(374, 29, "a block is one target pass, as wide as the tokens that it committed")]
+    stop, y = (data.enc.eot_token,), 62
+    for domain in [d for d in data.domains if d in ("math", "code")] or data.domains[:1]:
+        prompts = [prompt for prompt, _ in data.prompts(10)[domain]]
+        texts = [methods["plain"](prompt, n + 1, stop=stop).tokens for prompt in prompts]
+        longest = texts.index(max(texts, key=len))  # the solution of a problem may be short
+        text = data.enc.decode(texts[longest][1:]).replace("\n", "⏎")
+        text = text if len(text) < 106 else text[:104] + " …"
+        parts += [label(16, y, domain, 'class="title"'), label(LEFT, y, text, 'class="text"')]
+        for name, generate in methods.items():
+            record, x = generate(prompts[longest], n + 1, stop=stop), LEFT
+            y += PITCH
+            parts.append(label(LEFT - 12, y + 2, name, 'text-anchor="end"'))
+            for r in record.rounds:
+                parts.append(block(x + 1, y - 10, r.kept, min(r.accepted, r.kept)))
+                x += r.kept * CELL
+            parts.append(label(LEFT + n * CELL + 12, y + 2, f"τ {record.tau:.2f}", 'class="tau"'))
+        y += 42
+    size = LEFT + n * CELL + 84, y - 24
+    return "\n".join([
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}">'.format(*size),
+        f'<style>{STYLE}</style><rect width="100%" height="100%" rx="8" fill="#fff"/>', *parts, "</svg>\n"])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", default=FIVE)
-    parser.add_argument("--prompts", type=int, default=20, help="per domain [20]")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="per prompt [128]")
-    parser.add_argument("--data", help="a text file or folder instead of the embedded corpus, as in training")
-    parser.add_argument("--no-write", action="store_true", help="leave README.md and the figures alone")
-    parser.add_argument("--no-sweeps", action="store_true", help="without tree sizes and calibration")
+    parser.add_argument("methods", nargs="*", help="names of files in the root, or paths")
+    parser.add_argument("--prompts", type=train.number(int, 1), default=20, help="held-out ones per domain [20]")
+    parser.add_argument("--max_new_tokens", type=train.number(int, 1), default=128, help="per prompt [128]")
+    parser.add_argument("--temperatures", type=train.number(float, 0), nargs="+", default=[0, 1], help="[0 1]")
+    parser.add_argument("--data", help="a text file or folder instead of the embedded corpus")
+    parser.add_argument("--target", help="checkpoint of the target, if not target.pt in out/ or weights/")
+    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md alone")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there, too")
+    parser.add_argument("--figure", action="store_true", help="draw .github/rounds.svg, measure nothing")
     options = parser.parse_args()
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    results, target = {}, None
-    for file in options.methods:
+    target, data = open_target(options.target, options.data)
+    methods, generates = {}, {}
+    for file in options.methods or METHODS:
         module = load_method(file)
-        args = train.parse(module.Args, module.__doc__, module.Drafter.kind, [])
-        if not Path(args.ckpt).exists() or not Path(args.target).exists():
-            print(f"no {args.ckpt}: training {file} with its defaults first", flush=True)
-            own_text = ["--data", options.data] if options.data else []
-            subprocess.run([sys.executable, module.__file__, "--train", "--prompts", "1", *own_text], check=True, env=env)
-        args, target, drafter = prepare(module, target)
-        data = train.load_data(options.data, json.dumps(target.tokenizer), min(256, target.config.max_seq_len))
-        args.name, args.prompts, args.max_new_tokens = Path(file).stem, options.prompts, options.max_new_tokens
-        numbers = train.report(module, args, target, drafter, data)
-        prompt = data.prompts(1, seed=3)[data.domains[-1]][0][0]  # where the law has many texts
-        results[args.name] = {
-            "numbers": numbers, "parameters": sum(p.numel() for p in drafter.parameters()),
-            "minutes": training_minutes(args.ckpt), "ckpt": args.ckpt, "p_value": law_is_exact(module, target, drafter, prompt)}
-        print(f"law of the first four tokens at T=1, top-k 3: chi-square p-value: {results[args.name]['p_value']:.3f}")
-    extra = {}
-    if not options.no_sweeps:
-        prompts = {d: [p for p, _ in pairs] for d, pairs in data.prompts(3, seed=11).items()}
-        methods = {Path(f).stem: load_method(f) for f in options.methods}
-        if "eagle2" in methods:
-            _, _, drafter = prepare(methods["eagle2"], target)
-            extra["calibration"] = calibration(methods["eagle2"], target, drafter, [p for texts in prompts.values() for p in texts])
-        extra["sweeps"] = {name: sweep(module, target, prompts) for name, module in methods.items() if name in SIZES}
-    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next((line.split(":")[1].strip() for line in known.splitlines() if "model name" in line), platform.processor())
-    hardware = (f"{torch.get_num_threads()} threads of {cpu}, {next(iter(results.values()))['numbers']['dtype']}, PyTorch {torch.__version__}, "
-                f"Python {platform.python_version()}; {options.prompts} held-out prompts per domain, up to {options.max_new_tokens} new tokens each; "
-                f"speedup of all tokens, quartiles over prompts in brackets")
-    text = markdown(results, hardware)
-    Path("out").mkdir(exist_ok=True)
-    Path("out/compare.json").write_text(json.dumps({"results": results, **extra}, indent=1))
-    print("\n" + text)
+        drafter, ckpt = load_drafter(module, target)
+        name = module.__name__
+        generates[name] = partial(module.generate, target, drafter)
+        methods[name] = {"parameters": sum(p.numel() for p in drafter.parameters()),
+                         "minutes": training_minutes(ckpt) if hasattr(module, "train") else "–"}
+    if options.figure:
+        write(ROOT / ".github" / "rounds.svg", picture(generates, target, data))
+        return
+    room = target.config.max_seq_len - 8
+    prompts = {d: [(p[-room:], answer) for p, answer in pairs] for d, pairs in data.prompts(options.prompts).items()}
+    few = [pairs[0][0] for pairs in prompts.values()]
+    runs, plain = [], partial(verify.autoregressive, target)
+    for T in options.temperatures:
+        for name, generate in generates.items():
+            print(f"{name}, T = {T:g}", file=sys.stderr, flush=True)
+            runs.append({
+                "method": name, "T": f"{T:g}", "ms": [stage_times(plain, few, T)[1], *stage_times(generate, few, T)],
+                "domains": {d: measure(generate, target, data.enc, pairs, options.max_new_tokens, T)
+                            for d, pairs in prompts.items()}})
+    found = {"machine": machine(target, options), "runs": runs, "methods": methods}
+    target.float()
+    laws = [exact_law(target, prompt) for prompt in few]
+    entropies = [-sum(p * math.log(p) for p in law.values()) for law in laws]
+    prompt, law = max(zip(entropies, few, laws))[1:]  # the prompt with the most continuations
+    for name, generate in generates.items():
+        generate.args[1].float()  # its drafter
+        methods[name]["p_value"] = law_test(generate, prompt, law)
+    text = markdown(found)
+    print(text)
+    if options.json:
+        write(Path(options.json), json.dumps(found, indent=1))
     if not options.no_write:
-        readme = (ROOT / "README.md").read_text()
-        for mark, part in (("table", text), ("sizes", sizes(extra.get("sweeps", {})))):
-            if part:
-                before, rest = readme.split(f"<!-- {mark} -->")
-                readme = f"{before}<!-- {mark} -->\n{part}\n<!-- /{mark} -->{rest.split(f'<!-- /{mark} -->')[1]}"
-        (ROOT / "README.md").write_text(readme)
-        figures(results, extra)
+        write(ROOT / "tests" / "RESULTS.md", text)
 
 
 if __name__ == "__main__":
-    train.command(main)
+    main()

@@ -1,74 +1,53 @@
-"""The inference path as CUDA sees it: static shapes, no hidden synchronisation, replays equal to eager rounds. Without a GPU the
-same round functions are traced here as one graph, which proves that they have no break and do not specialise on the position."""
+"""On a real GPU: rounds that are captured as graphs write the text of eager rounds. Skipped without one; not yet run on one."""
 import importlib
 
 import pytest
 import torch
-from helpers import METHODS, tiny
-from rounds import a_round
+from helpers import METHODS, a_round, tiny
 
 import verify
-from model import GPT, GPTConfig
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; test_fake_cuda.py goes as far as a CPU can")
+DEVICES = [f"cuda:{i}" for i in range(min(2, torch.cuda.device_count()))]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", METHODS)
-def test_round_traces_as_one_graph(name, temperature):
-    """Draft and verification are free of graph breaks, and a new position needs no new graph."""
+def text(name, device, dtype, temperature, captured, monkeypatch):
+    """Tokens of one generation, with rounds replayed from graphs or run eagerly."""
+    torch.cuda.set_device(device)
+    target = tiny(64, 128, n_layer=8).to(device, dtype)
+    run = verify.Session.run
+    monkeypatch.setattr(verify.Session, "run", lambda s, *f: (setattr(s, "capture", captured), run(s, *f))[1])
     torch.manual_seed(0)
-    target = tiny(vocab_size=40, max_seq_len=96, n_layer=8)
-    session, _, draft, verify_ = a_round(name, target, temperature=temperature)
-    for cache in session.caches:
-        cache.reserve(cache.kv.shape[4])                        # as on CUDA: one shape for all positions
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.inference_mode():
-        whole = torch.compile(lambda: verify_(draft()), fullgraph=True, backend=backend, dynamic=False)
-        for i in range(4):
-            whole()
-            if i == 0:
-                traced = len(graphs)
-    assert traced == 1
-    assert len(graphs) <= 2                                   # the second: buffers have left the prefill
+    if name is None:
+        return verify.autoregressive(target, [1, 2, 3], 100, temperature).tokens
+    method = importlib.import_module(name)
+    torch.manual_seed(1)
+    drafter = method.Drafter(target.config, method.Args(seq_len=128)).to(device, dtype).eval()
+    torch.manual_seed(2)
+    return method.generate(target, drafter, [1, 2, 3], 100, temperature).tokens
 
 
-@cuda
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_equals_eager(name, temperature):
-    """Captured rounds give what eager rounds give: the same greedy text; at T=1 valid text; twice in a row."""
-    torch.manual_seed(0)
-    method, target = importlib.import_module(name), GPT(GPTConfig(128, 64, 8, 2, 32)).cuda().eval()
-    drafter = method.Drafter(target.config, method.Args()).cuda().eval()
-    for prompt in ([1, 2, 3], [5] * 20):
-        record = method.generate(target, drafter, prompt, 200, temperature)
-        assert len(record.tokens) == 128 - len(prompt)
-        if temperature == 0:
-            assert record.tokens == verify.autoregressive(target, prompt, 200).tokens
+@pytest.mark.parametrize("name", [None, *METHODS])
+def test_captured_text_is_eager_text(name, temperature, dtype, device):
+    texts = []
+    for captured in (False, True):
+        with pytest.MonkeyPatch.context() as m:
+            texts.append(text(name, device, dtype, temperature, captured, m))
+    assert texts[0] == texts[1] and len(texts[0]) == 100
 
 
-@cuda
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_replay_does_not_synchronise(name, temperature):
-    """A replayed round waits for nothing but the read of its report."""
-    target = GPT(GPTConfig(128, 64, 8, 2, 32)).cuda().eval()
-    session, _, draft, verify_ = a_round(name, target, device="cuda", temperature=temperature)
-    with torch.inference_mode():
-        for _ in range(2):
-            verify_(draft())
-        draft, tree = verify.capture(draft)
-        verify_, _ = verify.capture(verify_, tree)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            verify_(draft())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert session.report[0] >= 0
+@torch.inference_mode()
+def test_an_eager_round_does_not_synchronise(name):
+    """Up to its one read: draft and verification never wait for the device."""
+    target = tiny(64, 128, n_layer=8).to("cuda")
+    _, _, draft, check = a_round(name, target, device="cuda")
+    check(draft())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        check(draft())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,26 +1,28 @@
-"""What each method promises beyond losslessness: training sees what inference computes, caches hold the target's features, trees
-are the ones the papers describe. All in fp64 on tiny targets with random weights."""
+"""What each method promises beyond losslessness: training computes what drafting computes, caches hold the target's
+features, trees are the ones the papers describe. In fp64, on tiny targets with random weights."""
 import copy
-import dataclasses
 import importlib
-import math
+from functools import partial
 from itertools import count, pairwise, product
 
 import pytest
 import torch
-from helpers import METHODS, tiny
-from rounds import a_round
+import torch.nn.functional as F
+from helpers import a_round, tiny
 
-import verify
 from dflash2 import DynamicConv
+from model import GPTConfig
 from verify import Committed
 
 EAGLES, BLOCKS = ("eagle1", "eagle2", "eagle3"), ("dflash", "dflash2")
+close = torch.testing.assert_close
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture
@@ -28,544 +30,398 @@ def target():
     return tiny(vocab_size=23, max_seq_len=64, n_layer=8)
 
 
-def shaken(drafter, seed=5):
-    """Random weights everywhere, also where training starts from zeros or the identity."""
-    g = torch.Generator().manual_seed(seed)
+def text(b, n, V=23):
+    return torch.randint(V, (b, n), generator=torch.Generator().manual_seed(1))
+
+
+def shaken(name, target, temperature=0.0, **settings):
+    """(session, drafter) with random weights everywhere, also where training starts from zeros or the identity."""
+    _, drafter, _, _ = a_round(name, target, **settings)
+    g = torch.Generator().manual_seed(5)
     for p in drafter.parameters():
-        p.data += 0.2 * torch.randn(p.shape, generator=g, dtype=p.dtype)
-    return drafter
+        p += 0.3 * torch.randn(p.shape, generator=g, dtype=p.dtype)
+    return a_round(name, target, drafter=drafter, temperature=temperature)[:2]
 
 
-def text(target, n, seed=1):
-    return torch.randint(target.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(seed))
-
-
-def committed(target, drafter, idx, n):
-    """What a drafter absorbs when the first n tokens of idx are committed and token n is the anchor."""
-    _, h = target(idx[:, :n], taps=drafter.taps)
-    return Committed(idx[0, :n + 1], [x[0] for x in h], torch.tensor(0), torch.tensor(n))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training sees what inference computes
-# ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", EAGLES)
-@torch.no_grad()
-def test_training_pass_equals_drafting(name, target):
-    """Step i of the training pass is what drafting computes in its pass i, at every slot (one step for EAGLE-1 and 2)."""
-    method = importlib.import_module(name)
-    settings = {"ttt": 4} if name == "eagle3" else {"noise": 0.0}
-    session, drafter, _, _ = a_round(name, target, **settings)
-    shaken(drafter)
-    outputs, advance = [], drafter.advance
-    drafter.advance = lambda *a: outputs.append(advance(*a)) or outputs[-1]
-    idx = text(target, 20)
-    drafter(target, idx)
-    drafter.advance = advance
-    assert len(outputs) == (4 if name == "eagle3" else 1)
-    for n in (1, 2, 7, 15):
-        drafter.reset(session)
-        drafter.absorb(target, committed(target, drafter, idx, n))
-        state = drafter.state
-        for i, out in enumerate(outputs):
-            if i > 0:
-                state = drafter.step(target, state, idx[0, n + i:n + i + 1], i, torch.zeros(1, i, dtype=torch.float64))
-            assert torch.allclose(state[0], out[0, n - 1], atol=1e-10, rtol=0), (n, i)
-    assert method.Drafter.kind == drafter.kind
-
-
-@pytest.mark.parametrize("name", EAGLES)
-@torch.no_grad()
-def test_labels_are_the_targets_own(name, target):
-    """Drafts that are the target's own laws, each at the position it is drafted for, cost the entropy of these laws, the least
-    there is; uniform drafts cost log V."""
-    _, drafter, _, _ = a_round(name, target, **({"ttt": 3} if name == "eagle3" else {"noise": 0.0}))
-    idx, V, costs = torch.cat([text(target, 18, seed) for seed in (1, 2)]), target.config.vocab_size, []
-    logits = target(idx)[0]
-    for read in (lambda _, a: logits[:, -a.shape[1]:], lambda _, a: torch.zeros(*a.shape[:2], V, dtype=torch.float64)):
-        drafter.read = read
-        costs.append(drafter(target, idx).item())
-    p = logits.softmax(-1)
-    entropy = -(p * p.log()).sum(-1)
-    steps = [(0.8 ** i, entropy[:, 1 + i:].mean()) for i in range(3)] if name == "eagle3" else [(1.0, entropy[:, 1:].mean())]
-    least = sum(w * h for w, h in steps).item() / sum(w for w, _ in steps)
-    weight = 1.0 if name == "eagle3" else drafter.args.w_cls
-    assert costs[1] - costs[0] == pytest.approx(weight * (math.log(V) - least), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", EAGLES)
-@torch.inference_mode()
-def test_a_drafted_path_continues_the_sequence(name, target):
-    """The passes along a drafted path are those of one causal sequence: committed slots with the target's features, then drafted
-    ones with the drafter's own outputs, at consecutive positions."""
-    session, drafter, _, _ = a_round(name, target)
-    shaken(drafter)
-    idx, n, drafted = text(target, 12), 7, 4
-    new = committed(target, drafter, idx, n)
+def absorb(target, session, drafter, words, other_tap=None):
+    """A new text: all words but the last are committed, the last is the anchor. other_tap: has another feature."""
+    h = [x[0] for x in target(words[None, :-1], taps=drafter.taps)[1]]
+    if other_tap is not None:
+        h[other_tap][0, 0] += 1  # one channel: a norm would not see all of them move
+    new = Committed(words, h, torch.tensor(0), torch.tensor(len(words) - 1))
     drafter.reset(session)
-    drafter.absorb(target, new)
+    drafter.absorb(*((target, new) if hasattr(drafter, "step") else (new,)))
+    return words[-1:]
+
+
+def heads(monkeypatch, target):
+    """A list that gets what reaches the target's LM head."""
+    seen, head = [], target.head
+    monkeypatch.setattr(target, "head", lambda x: seen.append(x) or head(x))
+    return seen
+
+
+def walked(drafter, target, path):
+    """EAGLE's states from the anchor down a path of tokens that is drafted alone."""
     states = [drafter.state.clone()]
-    for i in range(1, drafted + 1):
-        states.append(drafter.step(target, states[-1], idx[0, n + i:n + i + 1], i, torch.zeros(1, i, dtype=torch.float64)))
-    first = drafter.fuse([h[None] for h in new.h]) if name == "eagle3" else new.h[0][None]
-    rows = torch.cat([first, torch.stack(states[:-1], 1)], 1)
-    positions = drafter.angles(torch.arange(n + drafted))
-    whole = drafter.advance(target, rows, idx[:, 1:n + drafted + 1], positions,
-                            lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True))
-    assert torch.allclose(whole[0, n - 1:], torch.cat(states), atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("name", EAGLES)
-@torch.inference_mode()
-def test_drafted_nodes_see_their_own_ancestors(name, target):
-    """Every expanded node of a tree computes what it computes when its path is drafted alone."""
-    session, drafter, _, _ = a_round(name, target, **({} if name == "eagle1" else {"width": 4, "beam": 4, "depth": 3}))
-    shaken(drafter)
-    idx, n, levels, step = text(target, 12), 7, [], drafter.step
-
-    def start():
-        drafter.reset(session)
-        drafter.absorb(target, committed(target, drafter, idx, n))
-
-    def recorded(target, states, tokens, *rest):
-        levels.append((states, tokens, step(target, states, tokens, *rest)))
-        return levels[-1][2]
-
-    start()
-    drafter.step = recorded
-    drafter.draft(target, idx[0, n:n + 1])
-    drafter.step, above, paths = step, drafter.state.clone(), [()]
-    assert len(levels) >= 3 and len(levels[1][1]) > 1
-    for states, tokens, outputs in levels:
-        parents = [(above == state).all(1).nonzero()[0].item() for state in states]  # the row whose output a node goes on from
-        paths = [(*paths[p], token) for p, token in zip(parents, tokens)]
-        for path, output in zip(paths, outputs):
-            start()
-            state = drafter.state
-            for depth, token in enumerate(path, 1):
-                state = step(target, state, token[None], depth, torch.zeros(1, depth, dtype=torch.float64))
-            assert torch.allclose(state[0], output, atol=1e-10, rtol=0)
-        above = outputs
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@torch.inference_mode()
-def test_training_blocks_equal_drafting(name, target, monkeypatch):
-    """A block trained among others, in the middle of a sequence, computes what drafting computes from the text before its anchor
-    alone: nothing leaks from its future, from other blocks, or across a block's border."""
-    _, drafter, _, _ = a_round(name, target, block_size=5, n_draft_layer=2, n_anchors=6)
-    shaken(drafter)
-    idx, seen = text(target, 24), []
-    order = torch.tensor([[3.0, 0.1, 0.2, 0.3, 9, 9, 9, 0.0, 9, 9, 0.4, 9, 9, 9, 9, 9, 9, 9, 0.5]])
-    monkeypatch.setattr(torch, "rand", lambda *size, **_: order if size[-1] == 19 else 1 / 0)
-    anchors = (1 + order.argsort(1)[0, :6]).tolist()
-    assert len({abs(a - b) for a in anchors for b in anchors} & {1, 2, 3}) == 3  # blocks overlap
-    hook = drafter.norm.register_forward_hook(lambda _, __, out: seen.append(out))
-    drafter(target, idx)
-    monkeypatch.undo()
-    trained = seen.pop()[0].unflatten(0, (6, 5))
-    for a, block in zip(anchors, trained):
-        session, *_ = a_round(name, target, prompt=idx[0, :a].tolist(), drafter=drafter)
-        drafter.draft(target, idx[0, a:a + 1])
-        assert torch.allclose(seen.pop(), block[1:], atol=1e-10, rtol=0), a
-        assert session.length == a + 1
-    hook.remove()
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@torch.inference_mode()
-def test_slot_k_is_trained_on_token_anchor_plus_k(name, target, monkeypatch):
-    """An oracle that says token a+k in slot k of the block at anchor a has loss 0: no shift; any other slot's token has not."""
-    _, drafter, _, _ = a_round(name, target, block_size=5, n_anchors=3, hard=True)
-    idx = text(target, 30)
-    order = torch.rand(1, 25, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: order)
-    anchors = 1 + order.argsort(1)[0, :3]
-    V = target.config.vocab_size
-    for shift, perfect in ((0, True), (1, False), (-1, False)):
-        said = torch.stack([idx[0, a + 1 + shift:a + 5 + shift] for a in anchors])
-        monkeypatch.setattr(target, "head", lambda x, said=said: 1e3 * torch.nn.functional.one_hot(said, V)[None].double()
-                            if x.shape[1] == 3 else x @ target.wte.weight.T)
-        assert (drafter(target, idx).item() < 1e-6) == perfect
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Caches and features
-# ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", METHODS)
-@torch.inference_mode()
-def test_drafts_equal_those_of_a_drafter_built_anew(name):
-    """After every round the drafter drafts what one would that absorbed the whole text from scratch: no row of an estimate, of a
-    rejected node or of a block survives."""
-    target = tiny(vocab_size=9, max_seq_len=64, n_layer=8)  # so small a vocabulary that random drafts are accepted now and then
-    settings = {"drawn": 0} if name in EAGLES else {}
-    session, drafter, _, _ = a_round(name, target, **settings)
-    shaken(drafter)
-    session, drafter, _, verify_ = a_round(name, target, drafter=drafter, temperature=1.0)  # deterministic drafts of a random text
-    words, accepted = [1, 2, 3, 4] + session.record.tokens, 0
-    while len(words) < 45:
-        tree = drafter.draft(target, session.anchor)
-        anew = copy.deepcopy(drafter)
-        anew.reset(session)
-        new = committed(target, anew, torch.tensor([words]), len(words) - 1)
-        anew.absorb(*((target, new) if name in EAGLES else (new,)))
-        again = anew.draft(target, session.anchor)
-        assert again.tokens.tolist() == tree.tokens.tolist()
-        assert again.topology.parent.tolist() == tree.topology.parent.tolist()
-        verify_(tree)
-        new = [t for t in session.report.tolist() if t >= 0]
-        accepted += len(new) - 1
-        words += new
-        assert drafter.cache.pos == session.cache.pos == len(words) - 1
-    assert accepted > 0
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("n_layer", [2, 3, 5, 7, 8, 12, 24, 36])
-def test_taps_are_layers_of_the_target(name, n_layer):
-    """Whatever the depth of the target, taps are layers that exist, in order; DFlash's are distinct."""
-    method = importlib.import_module(name)
-    from model import GPTConfig
-    taps = method.Drafter(GPTConfig(16, 8, n_layer, 2, 16), method.Args()).taps
-    assert all(1 <= t <= n_layer for t in taps) and taps == sorted(taps)
-    if name in BLOCKS:
-        assert len(set(taps)) == len(taps) == min(n_layer, method.Args().n_taps)
-    if name == "eagle3" and n_layer >= 7:
-        assert taps == [2, n_layer // 2, n_layer - 3] and len(set(taps)) == 3
-
-
-@torch.no_grad()
-def test_eagle1_sees_the_sampled_token(target):
-    """The draft depends on the anchor token; in the ablation it does not."""
-    idx = text(target, 9)
-    other = idx.clone()
-    other[0, 8] = (idx[0, 8] + 1) % target.config.vocab_size
-    for no_token in (False, True):
-        session, drafter, _, _ = a_round("eagle1", target, no_token=no_token)
-        states = []
-        for words in (idx, other):
-            drafter.reset(session)
-            drafter.absorb(target, committed(target, drafter, words, 8))
-            states.append(drafter.state)
-        assert torch.equal(*states) == no_token
-
-
-def test_eagle2_runs_an_eagle1_checkpoint(target):
-    """The two drafters have the same weights under the same names, and the same kind of checkpoint."""
-    one, two = (importlib.import_module(n) for n in EAGLES[:2])
-    torch.manual_seed(0)
-    drafter = one.Drafter(target.config, one.Args()).double()
-    two.Drafter(target.config, two.Args()).double().load_state_dict(drafter.state_dict())
-    assert one.Drafter.kind == two.Drafter.kind
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Trees
-# ---------------------------------------------------------------------------------------------------------------------
-@torch.inference_mode()
-def test_eagle1_tree_is_the_published_one(target):
-    """25 nodes below the anchor, 4/8/8/3/2 by level; siblings are the top tokens in order, all different."""
-    _, _, draft, _ = a_round("eagle1", target)
-    tree = draft()
-    assert torch.bincount(tree.topology.depth).tolist() == [1, 4, 8, 8, 3, 2]
-    for node in range(26):
-        children = tree.tokens[tree.topology.parent == node].tolist()
-        assert len(set(children)) == len(children)
-
-
-@pytest.mark.parametrize("name", EAGLES[1:])
-@torch.inference_mode()
-def test_dynamic_tree_holds_the_best_values(name, target):
-    """With room for everything to be expanded, the tree is the set of the N - 1 best path values, found here by brute force."""
-    session, drafter, _, _ = a_round(name, target, width=3, beam=9, depth=2, n_nodes=9)
-    shaken(drafter)
-    drafter.width, drafter.beam = 3, 3  # beam <= width: with depth 1 every node of the first level is expanded
-    drafter.args.depth = 1
-    drafter.reset(session)
-    drafter.absorb(target, committed(target, drafter, text(target, 12), 11))
-    tree = drafter.draft(target, text(target, 12)[0, 11:])
-    sharp = importlib.import_module(name).GREEDY                # of the confidences at T = 0
-    first = (sharp * drafter.read(target, drafter.state)).log_softmax(-1)[0].topk(3)
-    values = {(a,): v for a, v in zip(first.indices.tolist(), first.values.tolist())}
-    for a, v in list(values.items()):
-        sees = torch.zeros(1, 1, dtype=torch.float64)
-        after = (sharp * drafter.read(target, drafter.step(target, drafter.state, torch.tensor(a), 1, sees))).log_softmax(-1)[0].topk(3)
-        values |= {a + (b,): v + w for b, w in zip(after.indices.tolist(), after.values.tolist())}
-    best = set(sorted(values, key=values.get, reverse=True)[:8])
-    assert set(paths(tree)) == best
+    for depth, token in enumerate(path, 1):
+        visible = torch.zeros(1, depth, dtype=torch.float64)
+        states.append(drafter.step(target, states[-1], torch.tensor([int(token)]), depth, visible))
+    return torch.cat(states)
 
 
 def paths(tree):
     """The token paths of all nodes but the anchor."""
     found = [()]
     for token, parent in zip(tree.tokens.tolist()[1:], tree.topology.parent.tolist()[1:]):
-        found.append(found[parent] + (token,))
+        found.append((*found[parent], token))
     return found[1:]
 
 
-@pytest.mark.parametrize("name", EAGLES[1:])
-@pytest.mark.parametrize("drawn", [0, 1, 2])
-@pytest.mark.parametrize("width, beam, n_nodes", [(3, 2, 12), (12, 3, 1)], ids=["roomy", "crowded"])
-@torch.inference_mode()
-def test_dynamic_tree_is_connected_under_ties(name, drawn, width, beam, n_nodes, target, monkeypatch):
-    """All confidences equal: parents come before their children, none is missing, no sibling occurs twice, only drawn
-    nodes are expanded, and what was drawn is kept, also where leaves near the root are worth more and would fill the tree."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(importlib.import_module(name), "ALPHA", 0.2)  # of little worth: the deep ones less than leaves near the root
-    session, drafter, _, _ = a_round(name, target, temperature=1.0 if drawn else 0.0, width=width, beam=beam, depth=3, n_nodes=n_nodes,
-                                     drawn=drawn)
-    drafter.read = lambda target, a: torch.zeros(len(a), target.config.vocab_size, dtype=torch.float64)
-    tree = drafter.draft(target, session.anchor, session.law)
-    parent = tree.topology.parent
-    assert parent[0] == -1 and (parent[1:] < torch.arange(1, len(parent))).all() and (parent[1:] >= 0).all()
-    assert len(set(paths(tree))) == len(parent) - 1
-    depth = [0]
-    for p in parent[1:].tolist():
-        depth.append(depth[p] + 1)
-    assert tree.topology.depth.tolist() == depth
-    if drawn:
-        has_law = tree.q.sum(1) > 0
-        levels = [1]                                           # expanded in each: of the drawn children, at most `beam`
-        for _ in range(3):
-            levels.append(min(beam, drawn * levels[-1]))
-        assert has_law.sum() == sum(levels) and tree.topology.drawn[has_law][1:].all()
-        for node in has_law.nonzero()[:, 0]:
-            assert (tree.topology.drawn & (parent == node)).sum() == drawn
-
-
-@pytest.mark.parametrize("name", EAGLES[1:])
-@torch.inference_mode()
-def test_sampled_tree_keeps_the_best_leaves(name, target):
-    """At T > 0, one child drawn: the drawn nodes are a path of full depth, and of their siblings the tree keeps those of greatest
-    value, the chance α^i of coming that far times (1-α) q."""
-    torch.manual_seed(0)
-    method = importlib.import_module(name)
-    session, drafter, _, _ = a_round(name, target, temperature=1.0, width=4, beam=2, depth=3, n_nodes=11)
-    shaken(drafter)
-    drafter.reset(session)
-    drafter.absorb(target, committed(target, drafter, text(target, 12), 11))
-    tree = drafter.draft(target, text(target, 12)[0, 11:], session.law)
-    parent, drawn = tree.topology.parent, tree.topology.drawn
-    path = [0] + drawn.nonzero()[:, 0].tolist()
-    assert len(path) == 5 and parent[path[1:]].tolist() == path[:-1]
-    values = {}
-    for i, (node, child) in enumerate(pairwise(path)):
-        q = tree.q[node].index_fill(0, tree.tokens[child], -1)
-        values |= {(node, x): method.ALPHA ** i * (1 - method.ALPHA) * q[x].item() for x in q.topk(3).indices.tolist()}
-    best = set(sorted(values, key=values.get, reverse=True)[:6])
-    assert {(parent[n].item(), tree.tokens[n].item()) for n in range(1, 11) if not drawn[n]} == best
-
-
-@pytest.mark.parametrize("name", EAGLES[1:])
-@torch.inference_mode()
-def test_a_sure_parent_is_kept_before_its_child(name, target):
-    """Where a child is certain it is worth as much as its parent: of a path that does not fit, the beginning is kept."""
-    session, drafter, _, _ = a_round(name, target, width=3, beam=2, depth=4, n_nodes=3)
-    level = count(1)
-    drafter.read = lambda target, a: 1e4 * torch.eye(target.config.vocab_size, dtype=torch.float64)[[next(level)] * len(a)]
-    assert paths(drafter.draft(target, session.anchor)) == [(1,), (1, 2)]
+# ---- Training computes what drafting computes ----
+@pytest.mark.parametrize("name", EAGLES)
+def test_training_pass_equals_drafting(name, target):
+    """Step i of the training pass is pass i of drafting, at every slot (one step for EAGLE-1 and 2). Beyond that, the
+    passes along a drafted path are those of one causal sequence: committed slots, then the drafter's own outputs."""
+    session, drafter = shaken(name, target, **({"ttt": 4} if name == "eagle3" else {"noise": 0.0}))
+    outputs, advance, idx = [], drafter.advance, text(2, 14)
+    drafter.advance = lambda *a: outputs.append(advance(*a)) or outputs[-1]
+    drafter(target, idx)
+    drafter.advance = advance
+    assert len(outputs) == (4 if name == "eagle3" else 1)
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    for b, n in product((0, 1), range(1, 14)):
+        absorb(target, session, drafter, idx[b, :n + 1])
+        states = walked(drafter, target, idx[b, n + 1:])  # from the anchor on
+        for out, state in zip(outputs, states):
+            close(out[b, n - 1], state, rtol=0, atol=1e-10)
+        h = target(idx[b:b + 1, :n], taps=drafter.taps)[1]
+        rows = torch.cat([drafter.fuse(h) if name == "eagle3" else h[0], states[None, :-1]], 1)
+        whole = advance(target, rows, idx[b:b + 1, 1:], drafter.angles(torch.arange(13)), causal)
+        close(whole[0, n - 1:], states, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("N", [2, 6, 20])
-@torch.inference_mode()
-def test_best_first_tree_is_the_best(name, N, target):
-    """The heap finds the N - 1 likeliest prefixes of all, found here by brute force."""
-    _, drafter, draft, _ = a_round(name, target, block_size=4, tree=N, **({"n_candidates": 4} if name == "dflash2" else {}))
-    shaken(drafter)
-    _, drafter, draft, _ = a_round(name, target, drafter=drafter)
-    found = {}
-    best_first = drafter.best_first
-    drafter.best_first = lambda *a: found.update(args=a) or best_first(*a)
-    tree = draft()
-    scores = found["args"][1].log_softmax(-1)
-    values = {}
-    for n in (1, 2, 3):
-        for ranks in product(range(scores.shape[-1]), repeat=n):
-            if name == "dflash2":
-                tokens = tuple(found["args"][2][t, b].item() for t, b in enumerate(ranks))
-                values[tokens] = sum(scores[t, a, b].item() for t, (a, b) in enumerate(zip((0,) + ranks, ranks)))
-            else:
-                values[ranks] = sum(scores[t, x].item() for t, x in enumerate(ranks))
-    best = sorted(values, key=values.get, reverse=True)[:N - 1]
-    assert set(paths(tree)) == set(best)
+def test_training_blocks_equal_drafting(name, target, monkeypatch):
+    """Every block trained among others, in the middle of a sequence, computes what drafting computes from the text
+    before its anchor alone: nothing leaks from its future, from other blocks, or across a block's border. Anchors are
+    drawn anew in every pass, and come to be all that leave room for a block."""
+    session, drafter = shaken(name, target, block_size=5, n_draft_layer=2, n_anchors=4)
+    seen, idx, drafted, met = heads(monkeypatch, target), text(2, 16), [], set()
+    for row, a in product((0, 1), range(1, 12)):
+        drafter.draft(target, absorb(target, session, drafter, idx[row, :a + 1]))
+        drafted.append(seen[-1].flatten())
+    drafted = torch.stack(drafted).unflatten(0, (2, 11))
+    for _ in range(30):  # all 11 anchors but for a chance of 1e-5
+        drafter(target, idx)
+        trained = seen[-1].flatten(2)  # (2, 4, (B-1) * d)
+        distance, which = (trained[:, :, None] - drafted[:, None]).abs().amax(-1).min(2)
+        assert distance.max() < 1e-9 and all(len(set(row)) == 4 for row in which.tolist())
+        met |= set(which.flatten().tolist())
+    assert len(met) == 11
 
 
-@torch.inference_mode()
-def test_best_first_tree_of_a_sure_draft_is_the_chain(target):
-    """Where one path dominates, the tree of B nodes is the block's chain."""
-    _, drafter, _, _ = a_round("dflash", target, block_size=6, tree=6)
-    logits = 50 * torch.eye(target.config.vocab_size, dtype=torch.float64)[torch.tensor([3, 1, 4, 1, 5])]
-    tree = drafter.best_first(torch.tensor([2]), logits)
-    assert tree.tokens.tolist() == [2, 3, 1, 4, 1, 5] and tree.topology.parent.tolist() == [-1, 0, 1, 2, 3, 4]
+@pytest.mark.parametrize("name", EAGLES)
+def test_eagle_labels_are_the_targets_own(name, target):
+    """An oracle that knows the target's features (EAGLE-3: its logits), each at the position it is drafted for, costs
+    the entropy of the target, the least there is; one that is a position early or late costs more."""
+    _, drafter = shaken(name, target, **({"ttt": 3} if name == "eagle3" else {"noise": 0.0}))
+    idx, costs = text(2, 18), []
+    logits, (f,) = target(idx, taps=[8])
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    for late in (0, 1, -1):
+        if name == "eagle3":
+            drafter.read = lambda _, a, late=late: logits.roll(late, 1)[:, -a.shape[1]:]
+        else:
+            drafter.advance = lambda *_, late=late: f.roll(late, 1)[:, 1:]
+        costs.append(drafter(target, idx).item())
+    if name == "eagle3":
+        least = sum(0.8 ** i * entropy[:, 1 + i:].mean() for i in range(3)) / sum(0.8 ** i for i in range(3))
+    else:
+        least = 0.1 * entropy[:, 1:].mean()
+        drafter.args.w_cls = 0.0
+        for off, cost in ((2.0, 1.5), (0.5, 0.125)):  # SmoothL1
+            drafter.advance = lambda *_, off=off: f[:, 1:] + off
+            assert drafter(target, idx).item() == pytest.approx(cost)
+    assert costs[0] == pytest.approx(least.item(), abs=1e-5) and min(costs[1:]) > costs[0] + 0.01
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DFlash-2
-# ---------------------------------------------------------------------------------------------------------------------
-@torch.inference_mode()
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("B, gamma_w", [(16, 7), (10, 5), (8, 4)])
+def test_slot_k_is_trained_on_token_anchor_plus_k(name, B, gamma_w, target, monkeypatch):
+    """An oracle that gives slot k of the block at anchor a the target's law of token a+k costs the entropy of these
+    laws under the published weights, the least there is; the law of a token before or after costs more. No shift."""
+    all_tokens = {"n_candidates": 5000} if name == "dflash2" else {}
+    _, drafter = shaken(name, target, block_size=B, **all_tokens)
+    idx, head, costs = text(3, B + 1), target.head, []  # room for one anchor: position 1
+    logits = target(idx)[0]
+    w = torch.exp(-torch.arange(B - 1) / gamma_w)
+    entropy = (w * torch.distributions.Categorical(logits=logits[:, 1:B]).entropy()).sum(1).mean() / w.sum()
+    if name == "dflash2":
+        drafter.B.weight.zero_()  # the selector has nothing to add: its loss is the same once more
+    for late in (0, 1, -1):
+        said = logits.roll(late, 1)[:, None, 1:B]
+        monkeypatch.setattr(target, "head", lambda x, said=said: head(x) if x.dim() == 3 else said)
+        costs.append(drafter(target, idx).item())
+    least = entropy.item() * (2 if name == "dflash2" else 1)
+    assert costs[0] == pytest.approx(least, abs=1e-5) and min(costs[1:]) > costs[0] + 0.01
+
+
+@pytest.mark.parametrize("name", EAGLES[:2])
+def test_noise_is_uniform_on_the_features(name, target):
+    """The features that training reads are the target's plus U(-0.1, 0.1): bounds, mean and spread of 2176 values."""
+    _, drafter = shaken(name, target)
+    seen, advance, idx = [], drafter.advance, text(8, 18)
+    drafter.advance = lambda *a: seen.append(a[1]) or advance(*a)
+    drafter(target, idx)
+    noise = seen[0] - target(idx, taps=[8])[1][0][:, :-1]
+    assert 0.099 < noise.abs().max() <= 0.1 and noise.mean().abs() < 0.006  # 5 standard errors
+    assert noise.std().item() == pytest.approx(0.1 / 3 ** 0.5, rel=0.06)
+
+
+# ---- Caches and features ----
+@pytest.mark.parametrize("name", EAGLES + BLOCKS)
+def test_drafts_equal_those_of_a_drafter_built_anew(name):
+    """After every round the drafter drafts what one would that absorbed the whole text from scratch: no row of an
+    estimate, of a rejected node or of a block survives."""
+    target = tiny(vocab_size=9, max_seq_len=64, n_layer=8)  # so few tokens that random drafts are accepted at times
+    _, drafter = shaken(name, target, **({"drawn": 0} if name in EAGLES else {}))
+    session, _, _, verify_ = a_round(name, target, drafter=drafter, temperature=1.0)  # chosen drafts of a random text
+    accepted = 0
+    while len(session.record.tokens) < 40:
+        for cache in session.caches:
+            cache.attend_up_to(128)
+        words, anew = torch.tensor([1, 2, 3, 4, *session.record.tokens]), copy.deepcopy(drafter)
+        absorb(target, session, anew, words)
+        trees = [d.draft(target, session.anchor) for d in (drafter, anew)]
+        assert trees[0].tokens.equal(trees[1].tokens)
+        assert trees[0].topology.parent.equal(trees[1].topology.parent)
+        assert drafter.cache.pos == session.cache.pos == len(words) - 1
+        verify_(trees[0])
+        accepted += session.record_tokens(session.new_tokens.tolist())[0]
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("name", EAGLES + BLOCKS)
+def test_a_draft_depends_on_the_anchor_and_on_every_tap(name, target, monkeypatch):
+    """Another anchor, or another feature of one tap at the first position, changes what the first drafted token is
+    read from; where nothing changes it is the same."""
+    session, drafter = shaken(name, target)
+    seen, words, first = heads(monkeypatch, target), text(1, 9)[0], []
+    other = torch.cat([words[:-1], (words[-1:] + 1) % 23])
+    for edit in ((words,), (words,), (other,), *((words, tap) for tap in range(len(drafter.taps)))):
+        anchor = absorb(target, session, drafter, *edit)
+        seen.clear()
+        drafter.draft(target, anchor)
+        first.append(seen[0])
+    assert first[0].equal(first[1]) and all((x - first[0]).abs().max() > 1e-6 for x in first[2:])
+
+
+@pytest.mark.parametrize("name", EAGLES + BLOCKS)
+@pytest.mark.parametrize("n_layer", [2, 3, 5, 7, 8, 12, 24, 36])
+def test_taps_are_layers_of_the_target(name, n_layer):
+    """Taps are layers that exist, in order: f for EAGLE-1 and 2, the published three for EAGLE-3 where they are
+    distinct, distinct ones from the first to the last for DFlash."""
+    method = importlib.import_module(name)
+    taps = method.Drafter(GPTConfig(16, 8, n_layer, 2, 16), method.Args()).taps
+    assert all(1 <= t <= n_layer for t in taps) and taps == sorted(taps)
+    if name in EAGLES[:2]:
+        assert taps == [n_layer]
+    elif name in BLOCKS:
+        assert len(set(taps)) == len(taps) == min(n_layer, 5) and {1, n_layer} <= set(taps)
+    elif n_layer >= 7:
+        assert taps == [2, n_layer // 2, n_layer - 3] and len(set(taps)) == 3
+
+
+def test_eagle3_norms(target):
+    """Features that are a thousand times as large, each by itself, fuse to the same; the state is free in scale, and
+    only its norm reaches the LM head."""
+    _, drafter = shaken("eagle3", target)
+    h = torch.randn(3, 1, 5, target.config.n_embd, dtype=torch.float64)
+    scaled = [x * factor for x, factor in zip(h, (1.0, 100.0, 1000.0))]
+    close(drafter.fuse(scaled), drafter.fuse([*h]), rtol=1e-4, atol=1e-4)
+    close(drafter.read(target, 50 * h), drafter.read(target, 100 * h), rtol=1e-5, atol=1e-5)
+
+
+# ---- Drafts ----
+@pytest.mark.parametrize("name", EAGLES)
+def test_drafted_nodes_see_their_own_ancestors(name, target):
+    """Every expanded node of a tree computes what it computes when its path is drafted alone."""
+    session, drafter = shaken(name, target, **({} if name == "eagle1" else {"width": 4, "beam": 4, "depth": 3}))
+    levels, step, words = [], drafter.step, text(1, 8)[0]
+    drafter.step = lambda *a: levels.append((*a[1:3], step(*a))) or levels[-1][2]
+    anchor = absorb(target, session, drafter, words)
+    drafter.draft(target, anchor)
+    drafter.step, above, found = step, drafter.state.clone(), [()]
+    assert len(levels) >= 3 and len(levels[1][1]) > 1
+    for states, tokens, outputs in levels:
+        parents = [(above == state).all(1).nonzero()[0, 0] for state in states]  # the row a node goes on from
+        found = [(*found[p], token) for p, token in zip(parents, tokens)]
+        for path, output in zip(found, outputs):
+            close(walked(drafter, target, path)[-1], output, rtol=0, atol=1e-10)
+        above = outputs
+
+
+def test_eagle1_tree_is_the_published_one(target):
+    """25 nodes below the anchor, 4/8/8/3/2 by level; siblings are the likeliest tokens in order."""
+    session, drafter = shaken("eagle1", target)
+    tree = drafter.draft(target, session.anchor)
+    parent = tree.topology.parent
+    assert torch.bincount(tree.topology.depth).tolist() == [1, 4, 8, 8, 3, 2]
+    degrees = [(parent == node).sum().item() for node in range(26)]
+    assert degrees == [4, 3, 2, 2, 1, 3, 2, 2, 1, 0, 0, 0, 0, 3, *[0] * 7, 2, *[0] * 4]
+    for node, path in enumerate([(), *paths(tree)]):
+        order = drafter.read(target, walked(drafter, target, path)[-1]).argsort(descending=True)
+        assert tree.tokens[parent == node].equal(order[:degrees[node]])
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@pytest.mark.parametrize("width, beam, depth, N", [(3, 3, 1, 9), (4, 2, 3, 12), (3, 1, 4, 6), (3, 3, 3, 100)])
+def test_dynamic_tree_holds_the_best_values(name, width, beam, depth, N, target):
+    """The papers' two phases, by hand on path values: the `beam` best of every level get their `width` best children,
+    and of all these the N - 1 best are the tree."""
+    session, drafter = shaken(name, target, width=width, beam=beam, depth=depth, n_nodes=N)
+    anchor, sharp = absorb(target, session, drafter, text(1, 12)[0]), importlib.import_module(name).GREEDY
+    frontier, values = [()], {(): 0.0}
+    for _ in range(depth + 1):
+        new = {}
+        for path in frontier:
+            logits = drafter.read(target, walked(drafter, target, path)[-1])
+            best = (sharp * logits).log_softmax(-1).topk(width)
+            new |= {(*path, x): values[path] + v for v, x in zip(best.values.tolist(), best.indices.tolist())}
+        values |= new
+        frontier = sorted(new, key=new.get, reverse=True)[:beam]
+    del values[()]
+    assert set(paths(drafter.draft(target, anchor))) == set(sorted(values, key=values.get, reverse=True)[:N - 1])
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@pytest.mark.parametrize("drawn", [0, 1])
+@pytest.mark.parametrize("width, beam, n_nodes", [(3, 2, 12), (12, 3, 2)], ids=["roomy", "crowded"])
+def test_dynamic_tree_is_connected_and_keeps_what_was_drawn(name, drawn, width, beam, n_nodes, target, monkeypatch):
+    """All confidences equal: parents come before their children, none is missing, no sibling occurs twice; the drawn
+    nodes are a path of full depth, kept also where leaves near the root are worth more and would fill the tree."""
+    monkeypatch.setattr(importlib.import_module(name), "ALPHA", 0.2)  # drawn nodes are worth less than other leaves
+    settings = {"width": width, "beam": beam, "depth": 3, "n_nodes": n_nodes, "drawn": drawn}
+    session, drafter = shaken(name, target, float(drawn), **settings)
+    drafter.read = lambda _, a: torch.zeros(len(a), 23, dtype=torch.float64)
+    tree = drafter.draft(target, session.anchor, session.probs)
+    t, node = tree.topology, torch.arange(len(tree.tokens))
+    assert t.parent[0] == -1 and (t.parent[1:] >= 0).all() and (t.parent < node).all()
+    assert len(set(paths(tree))) == len(node) - 1 and [0, *map(len, paths(tree))] == t.depth.tolist()
+    assert len(node) == (5 if drawn and n_nodes < 5 else n_nodes)
+    path = node[t.drawn].tolist()
+    assert t.parent[path].tolist() == [0, *path][:-1] and len(path) == (4 if drawn else 0)
+    if drawn:
+        assert (tree.q.sum(1) > 0).nonzero()[:, 0].tolist() == [0, *path[:-1]]  # those that were expanded
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+def test_sampled_tree_keeps_the_best_leaves(name, target):
+    """At T > 0, beside the drawn path, the tree keeps the children of greatest value: the chance α^i that the walk
+    comes to their parent, times (1-α) q."""
+    alpha = importlib.import_module(name).ALPHA
+    session, drafter = shaken(name, target, 1.0, width=4, beam=2, depth=3, n_nodes=11)
+    tree = drafter.draft(target, session.anchor, session.probs)
+    parent, drawn = tree.topology.parent, tree.topology.drawn
+    path, values = [0, *drawn.nonzero()[:, 0].tolist()], {}
+    assert parent[path[1:]].tolist() == path[:-1] and len(path) == 5
+    for i, (node, child) in enumerate(pairwise(path)):
+        q = tree.q[node].index_fill(0, tree.tokens[child], -1)
+        values |= {(node, x): alpha ** i * (1 - alpha) * q[x].item() for x in q.topk(3).indices.tolist()}
+    best = sorted(values, key=values.get, reverse=True)[:6]
+    chosen = (~drawn).nonzero()[1:, 0]
+    assert {(parent[n].item(), tree.tokens[n].item()) for n in chosen} == set(best)
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+def test_a_sure_parent_is_kept_before_its_child(name, target):
+    """A child that is certain is worth as much as its parent: of a path that does not fit, the beginning is kept."""
+    session, drafter = shaken(name, target, width=3, beam=2, depth=4, n_nodes=3)
+    level = count(1)
+    drafter.read = lambda _, a: 1e4 * torch.eye(23, dtype=torch.float64)[[next(level)] * len(a)]
+    assert paths(drafter.draft(target, session.anchor)) == [(1,), (1, 2)]
+
+
+@pytest.mark.parametrize("B, N", [(4, 2), (4, 6), (4, 20), (2, 99)])
+def test_best_first_tree_is_the_best(B, N, target, monkeypatch):
+    """The heap finds the N - 1 likeliest prefixes of all, by brute force; fewer where there are no more."""
+    session, drafter = shaken("dflash", target, block_size=B, tree=N)
+    seen = heads(monkeypatch, target)
+    tree = drafter.draft(target, session.anchor)
+    score, values = F.linear(seen[-1], target.wte.weight).log_softmax(-1), {}
+    for n in range(1, B):
+        for path in product(range(23), repeat=n):
+            values[path] = sum(score[slot, x].item() for slot, x in enumerate(path))
+    assert set(paths(tree)) == set(sorted(values, key=values.get, reverse=True)[:N - 1])
+
+
+# ---- DFlash-2 ----
 def test_dflash2_starts_as_dflash(target):
     """With a DFlash's weights and nothing trained, DFlash-2 has the same drafts, and draws them from the same law."""
-    _, one, _, _ = a_round("dflash", target)
-    shaken(one)
-    _, two, _, _ = a_round("dflash2", target)
-    missing = two.load_state_dict(one.state_dict(), strict=False)
-    assert not missing.unexpected_keys and {k.split(".")[0] for k in missing.missing_keys} <= {"A", "B", "gate", "layers"}
-    assert all("convs" in k for k in missing.missing_keys if k.startswith("layers"))
-    for prompt in ([1], [5, 6, 7, 8], list(range(20))):
-        trees = [a_round(n, target, prompt=prompt, drafter=d)[2]() for n, d in (("dflash", one), ("dflash2", two))]
-        assert torch.equal(trees[0].tokens, trees[1].tokens)
-        q = [a_round(n, target, prompt=prompt, drafter=d, temperature=1.0)[2]().q for n, d in (("dflash", one), ("dflash2", two))
-             if torch.manual_seed(3)]  # prefill draws the same anchor
-        assert (q[0] - q[1]).abs().max() < 1e-12
+    one, two = shaken("dflash", target)[1], a_round("dflash2", target)[1]
+    assert not two.load_state_dict(one.state_dict(), strict=False).unexpected_keys
+    for prompt, temperature in product(([1], [5, 6, 7, 8], range(20)), (0.0, 1.0)):
+        trees = []
+        for drafter in (one, two):
+            torch.manual_seed(3)  # prefill draws the same anchor
+            trees.append(a_round(drafter.name, target, prompt, drafter=drafter, temperature=temperature)[2]())
+        if temperature:
+            close(trees[0].q, trees[1].q, rtol=0, atol=1e-12)
+        else:
+            assert trees[0].tokens.equal(trees[1].tokens)
 
 
-@torch.no_grad()
-def test_dynamic_conv_shifts_within_a_block():
-    """The second tap alone moves every slot's state to the next slot of its block: slot 1 reads the anchor, slot 0 nothing; the
-    kernels are those of the formula."""
-    torch.manual_seed(0)
-    conv = DynamicConv(32, block_size=4, group=16).double()
-    x, h = torch.randn(2, 12, 32, dtype=torch.float64), torch.randn(2, 12, 32, dtype=torch.float64)
-    assert torch.equal(conv(x, conv.kernels(h * 0)[0]), x)     # the identity to start with
-    conv.base.data[:, 0], conv.base.data[:, 1] = 0, 1
-    shifted = conv(x, conv.kernels(h * 0)[1]).unflatten(1, (3, 4))
-    assert torch.equal(shifted[:, :, 1:], x.unflatten(1, (3, 4))[:, :, :-1]) and not shifted[:, :, 0].any()
-    torch.nn.init.normal_(conv.dynamic.weight)
-    torch.nn.init.normal_(conv.base)
-    D = (h @ conv.dynamic.weight.T).view(2, 12, 2, 2, 2)       # side, tap, group
-    for side, kernel in enumerate(conv.kernels(h)):
-        for tap in range(2):
-            for channel in (0, 15, 16, 31):
-                expected = conv.base[side, tap, channel] + D[:, :, side, tap, channel // 16]
-                assert torch.allclose(kernel[tap][:, :, channel], expected)
-
-
-@torch.inference_mode()
-def test_selector_walks_greedily_and_scores_pairs(target):
-    """The drafted path takes at every slot the best successor of the token just taken, S_t(a, b) computed here one by one."""
-    _, drafter, _, _ = a_round("dflash2", target, block_size=5, n_candidates=6)
-    shaken(drafter)
-    torch.nn.init.normal_(drafter.B.weight)
-    _, drafter, draft, _ = a_round("dflash2", target, drafter=drafter)
-    seen = []
-    hook = drafter.norm.register_forward_hook(lambda _, __, out: seen.append(out))
-    tree = draft()
-    hook.remove()
-    a, moved = tree.tokens[0], False
-    for t, h in enumerate(seen[-1]):
-        U = target.head(h)
-        candidates = U.topk(6).indices
-        S = U[candidates] + drafter.B(candidates) @ (drafter.A(a) * drafter.gate(h))
-        moved |= bool(S.argmax() != 0)
-        a = candidates[S.argmax()]
-        assert a == tree.tokens[t + 1]
-    assert moved                                                # the selector did choose against the LM head
-
-
-@torch.inference_mode()
-def test_selector_returns_the_law_it_drew_from(target):
-    """At T > 0 the drafted pair of tokens has the law that q claims, row by row (chi-square, false alarm below 1e-6), and q is what
-    the selector says: softmax of U + the pair's score, where tokens outside the candidates have no score, whatever went before."""
-    _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
-    shaken(drafter)
-    torch.nn.init.normal_(drafter.B.weight)
-    T = 2.5                                                     # so that tokens outside the candidates are drawn too
-    session, drafter, _, _ = a_round("dflash2", target, drafter=drafter, temperature=T)
-    hidden = []
-    hook = drafter.norm.register_forward_hook(lambda _, __, out: hidden.append(out))
-    torch.manual_seed(0)
-    anchor, count, law, n = session.anchor.clone(), {}, {}, 4000
-    for _ in range(n):
-        tree = drafter.draft(target, anchor, session.law)
-        a, b = tree.tokens[1:].tolist()
-        assert (tree.q[:2] > 0).all() and torch.allclose(tree.q[:2].sum(1), torch.ones(2, dtype=torch.float64))
-        count[a, b] = count.get((a, b), 0) + 1
-        if (a, 0) not in law:
-            for q, before, h in zip(tree.q, (anchor[0], a), hidden[-1]):
-                U = target.head(h)
-                top = U.topk(4).indices
-                S = U.index_add(0, top, drafter.B(top) @ (drafter.A(torch.tensor(int(before))) * drafter.gate(h)))
-                assert (q - (S / T).softmax(-1)).abs().max() < 1e-12
-        law |= {(a, c): (tree.q[0, a] * tree.q[1, c]).item() for c in tree.q[1].nonzero()[:, 0].tolist()}
-    hook.remove()
-    outside = {a for a, _ in count} - set(target.head(hidden[-1][0]).topk(4).indices.tolist())
-    assert outside
-    first = {a for a, _ in count}
-    assert abs(sum(law.values()) - tree.q[0, list(first)].sum()) < 1e-9
-    cells = [(count.get(k, 0), n * p) for k, p in law.items() if n * p >= 5]
-    cells.append((n - sum(c for c, _ in cells), n - sum(e for _, e in cells)))
-    statistic = sum((c - e) ** 2 / e for c, e in cells if e > 1)
-    dof = len(cells) - 1
-    assert torch.special.gammaincc(torch.tensor(dof / 2), torch.tensor(statistic / 2)) > 1e-6
-    assert math.isfinite(statistic) and verify.n_alpha([]) == []
-
-
-@torch.no_grad()
-def test_selector_is_trained_on_the_law_that_drafts_are_drawn_from(target):
-    """Cross-entropy of the drafts' law, softmax(U + score), is the selector's loss and that of the tokens outside the K among
-    themselves, which the selector cannot change."""
-    _, drafter, _, _ = a_round("dflash2", target, block_size=3, n_candidates=4)
-    shaken(drafter)
-    torch.nn.init.normal_(drafter.B.weight)
-    torch.manual_seed(0)
-    V, label = target.config.vocab_size, torch.tensor([[[3, 1, 2]]])
-    h = torch.randn(1, 1, 2, target.config.n_embd, dtype=torch.float64)
-    U, p = (torch.randn(1, 1, 2, V, dtype=torch.float64).log_softmax(-1) for _ in range(2))
-    loss, p = drafter.selector_loss(h, U, p.exp(), label), p.exp()
-    for t in range(2):
-        u = U[0, 0, t]
-        top = u.topk(4).indices
-        log_q = u.index_add(0, top, drafter.B(top) @ (drafter.A(label[0, 0, t]) * drafter.gate(h[0, 0, t]))).log_softmax(-1)
-        others = u.scatter(0, top, -math.inf).log_softmax(-1).scatter(0, top, 0)
-        assert abs(-(p[0, 0, t] * log_q).sum() - loss[0, 0, t] + (p[0, 0, t] * others).sum()) < 1e-6  # the loss is in fp32
-
-
-@torch.no_grad()
-def test_dflash2_trains_with_more_candidates_than_tokens_and_without_unused_weights(target):
-    """K beyond the vocabulary is all of it; without the selector there are no tables that never get a gradient."""
-    module = importlib.import_module("dflash2")
-    idx = text(target, 20)
-    drafter = module.Drafter(target.config, module.Args(block_size=4, n_candidates=5000, seq_len=20)).double()
-    assert drafter(target, idx).isfinite()
-    drafter = module.Drafter(target.config, module.Args(block_size=4, no_selector=True, seq_len=20)).double()
-    with torch.enable_grad():
-        drafter(target, idx).backward()
-    assert all(p.grad is not None for p in drafter.parameters())
-
-
-def test_dflash2_needs_groups_of_16_channels(target):
-    """A target of another width is refused in a line that says what to do."""
-    module = importlib.import_module("dflash2")
-    config = dataclasses.replace(target.config, n_embd=40)
-    with pytest.raises(module.UserError, match="--no_conv"):
-        module.Drafter(config, module.Args(block_size=4, seq_len=20))
-    module.Drafter(config, module.Args(block_size=4, seq_len=20, no_conv=True))
-
-
-@torch.no_grad()
-def test_eagle3_takes_features_of_any_scale(target):
-    """Features that are a thousand times as large, each by itself, fuse to the same."""
-    _, drafter, _, _ = a_round("eagle3", target)
-    h = [torch.randn(1, 5, target.config.n_embd, dtype=torch.float64) for _ in drafter.taps]
-    scaled = [x * factor for x, factor in zip(h, (1.0, 100.0, 1000.0))]
-    torch.testing.assert_close(drafter.fuse(scaled), drafter.fuse(h), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_eagle3_reads_a_normed_state(target):
-    """The state is free in scale: only its norm reaches the LM head."""
-    _, drafter, _, _ = a_round("eagle3", target)
-    a = torch.randn(3, target.config.n_embd, dtype=torch.float64)
-    assert (drafter.read(target, 50 * a) - drafter.read(target, 100 * a)).abs().max() < 1e-6
-
-
-@torch.no_grad()
-def test_the_conv_behind_a_sublayer_has_its_own_kernel(target):
-    """With the kernels behind both sublayers zero, and those before them not, a layer of DFlash-2 passes its input on."""
-    _, drafter, _, _ = a_round("dflash2", target, block_size=4)
-    layer, x = drafter.layers[0], torch.randn(1, 4, target.config.n_embd, dtype=torch.float64)
+def test_dynamic_conv(target):
+    """The formula, kernel by kernel; the shift stays in its block: slot 1 reads the anchor, slot 0 nothing. With the
+    kernels behind both sublayers zero, and those before them not, a layer passes its input on."""
+    x, layer = torch.randn(1, 4, 16, dtype=torch.float64), a_round("dflash2", target, block_size=4)[1].layers[0]
     for conv in layer.convs:
         conv.base[1] = 0
-    out = layer(x, drafter.angles(torch.arange(4)), torch.nn.functional.scaled_dot_product_attention)
-    assert torch.equal(out, x)
+    assert torch.equal(layer(x, torch.ones(2, 4, 8, dtype=torch.float64), F.scaled_dot_product_attention), x)
+    conv, x = DynamicConv(32, block_size=4).double(), torch.randn(2, 12, 32, dtype=torch.float64)
+    h = torch.randn_like(x)
+    assert torch.equal(conv(x, conv.kernels(h * 0)[0]), x)  # the identity to start with
+    for p in conv.parameters():
+        p.normal_()
+    D = (h @ conv.dynamic.weight.T).view(2, 12, 2, 2, 2).repeat_interleave(16, -1)  # side, tap, channel
+    before = F.pad(x.unflatten(1, (3, 4)), (0, 0, 1, 0))[:, :, :4].flatten(1, 2)
+    for side, kernel in enumerate(conv.kernels(h)):
+        taps = [conv.base[side, tap] + D[:, :, side, tap] for tap in (0, 1)]
+        close(conv(x, kernel), taps[0] * x + taps[1] * before)
+
+
+def test_selector_scores_pairs_and_walks_greedily(target, monkeypatch):
+    """Given the token before, S(a, b) = U(b) + <A(a) ⊙ W_h h, B(b)> for the K candidates, U(b) for others. At T = 0
+    the draft takes the best candidate, greedily; at T > 0, q is softmax(S / T), whatever was drawn."""
+    seen, K, chose_otherwise = heads(monkeypatch, target), 6, 0
+    for T in (0.0, 2.5):  # 2.5: so that tokens outside the candidates are drawn too
+        session, drafter = shaken("dflash2", target, T, block_size=5, n_candidates=K)
+        drafter.B.weight.normal_()
+        outside = 0
+        for _ in range(20 if T else 1):
+            tree = drafter.draft(target, session.anchor, session.probs if T else None)
+            for t, (a, b) in enumerate(pairwise(tree.tokens)):
+                h, S = seen[-1][t], F.linear(seen[-1][t], target.wte.weight)
+                top = S.topk(K).indices
+                S = S.index_add(0, top, drafter.B(top) @ (drafter.A(a) * drafter.gate(h)))
+                if T:
+                    close(tree.q[t], (S / T).softmax(-1), rtol=0, atol=1e-12)
+                    outside += b not in top
+                else:
+                    assert b == top[S[top].argmax()]
+                    chose_otherwise += b != top[0]
+    assert chose_otherwise and outside
+
+
+def test_selector_loss_is_cross_entropy_among_the_candidates(target):
+    """Among the K candidates of a slot, given the true token before; what p holds outside them is skipped."""
+    _, drafter = shaken("dflash2", target, n_candidates=4)
+    before, h = torch.tensor([[[3, 1]]]), torch.randn(1, 1, 2, 16, dtype=torch.float64)
+    U, p = torch.randn(2, 1, 1, 2, 23, dtype=torch.float64).log_softmax(-1)
+    loss = drafter.selector_loss(h, U, p.exp(), before)
+    for t in (0, 1):
+        top = U[0, 0, t].topk(4).indices
+        S = U[0, 0, t, top] + drafter.B(top) @ (drafter.A(before[0, 0, t]) * drafter.gate(h[0, 0, t]))
+        expected = F.cross_entropy(S, p[0, 0, t, top].exp())
+        assert loss[0, 0, t].item() == pytest.approx(expected.item(), abs=1e-6)  # the loss is in fp32

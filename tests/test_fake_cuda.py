@@ -1,0 +1,207 @@
+"""Rounds as CUDA runs them, on a machine without a GPU. On the device: fake tensors that say they are on CUDA; fails
+where a round mixes devices, reads a tensor on the host, has shapes that depend on data, copies host data to the device,
+or gives attention mixed dtypes. Captured: the operations of draft() and of verify(tree) are recorded with their tensors;
+a replay runs them again on the same storages, without the methods' Python, and has to give the text of eager rounds.
+"""
+import ctypes
+import importlib
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import build, tiny
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import eagle1
+import model
+import verify
+
+EAGLES, BLOCKS, TOP = ("eagle1", "eagle2", "eagle3"), ("dflash", "dflash2"), {"top_k": 5, "top_p": 0.9}
+WAYS = [*product((None, *EAGLES, *BLOCKS), [{}]), *product(EAGLES, [{"drawn": 0}]), *product(BLOCKS, [{"argmax": True}])]
+
+
+def tensors(x):
+    return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
+
+
+# ---- On the device ----
+class OnDevice(TorchDispatchMode):
+    """Every tensor of every operation has to be on the device; x[:, 0] = 0 alone may pass a scalar as it is."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        passes = func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.fill_.Tensor)
+        for t in tensors((args, kwargs, out)) if func.namespace != "prim" else []:
+            assert t.is_cuda or (passes and t.dim() == 0), f"{func}: a tensor of shape {tuple(t.shape)} on {t.device}"
+        return out
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Indexing a CUDA tensor asks for a device guard, which a CPU build lacks: meta's, which does nothing, serves."""
+    library = Path(torch.__path__[0], "lib", "libc10.so")
+    if torch.cuda.is_available() or not library.exists():
+        pytest.skip("there is a GPU (tests/test_cuda.py), or this PyTorch keeps its device guards elsewhere")
+    guards = (ctypes.c_void_p * 15).in_dll(ctypes.CDLL(library), "_ZN3c104impl26device_guard_impl_registryE")
+    attention = F.scaled_dot_product_attention
+
+    def checked(q, k, v, attn_mask=None, **how):
+        assert len({t.dtype for t in (q, k, v, attn_mask) if t is not None}) == 1, "attention of mixed dtypes"
+        return attention(q, k, v, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", checked)
+    before, guards[1] = guards[1], guards[14]
+    yield
+    guards[1] = before
+    model.causal.cache_clear()  # no fake tensor outlives its test
+    verify.chain.cache_clear()
+
+
+def two_rounds(monkeypatch, name, dtype, temperature=0.0, controls=None, **way):
+    """Prefill and two rounds of a method (None: plain decoding), all fake. Prefill may read made-up values."""
+    found, n_expanded = [], sum(len(set(rows)) for rows in eagle1.TREE)
+    with FakeTensorMode(), torch.no_grad():  # under inference_mode fakes cannot be made of numbers
+        with torch.device("cuda"), monkeypatch.context() as m:
+            torch.set_default_dtype(dtype)
+            m.setattr(verify.Session, "run", lambda *a: found.extend(a))
+            m.setattr(FakeTensor, "tolist", lambda t: [0] * len(t))
+            m.setattr(torch.Tensor, "unique", lambda t: t[:n_expanded])
+            models, generate = [model.GPT(model.GPTConfig(64, 512, 3, 3, 96))], verify.autoregressive
+            if name:
+                method = importlib.import_module(name)
+                generate = method.generate
+                models.append(method.Drafter(models[0].config, method.Args(**way)))
+            torch.set_default_dtype(torch.float32)
+            generate.__wrapped__(*models, [1, 2, 3, 4], 60, temperature, **controls or {})
+        session, draft, verify_ = found
+        for _ in range(2):
+            made = model.causal.cache_info().misses + verify.chain.cache_info().misses
+            with OnDevice():
+                verify_(draft() if draft else None)
+        assert made == model.causal.cache_info().misses + verify.chain.cache_info().misses, "made in a capture"
+        assert session.new_tokens.is_cuda and session.cache.attended == session.cache.kv.shape[4]
+
+
+@pytest.mark.parametrize("dtype, temperature, controls", [
+    (torch.bfloat16, 0.0, {}), (torch.bfloat16, 0.8, TOP), (torch.float32, 1.0, {})])
+@pytest.mark.parametrize("name, way", [*WAYS, ("eagle1", {"drawn": 4}), ("dflash2", {"n_candidates": 2})])
+def test_round_stays_on_the_device(pretend, monkeypatch, name, way, dtype, temperature, controls):
+    two_rounds(monkeypatch, name, dtype, temperature, controls, **way)
+
+
+@pytest.mark.parametrize("name", EAGLES + BLOCKS)
+@pytest.mark.parametrize("owner, what, fault", [
+    (verify, "greedy", lambda f, y, tree: (y[0].item(), f(y, tree))[1]),
+    (verify, "greedy", lambda f, y, tree: (y[y > 0], f(y, tree))[1]),
+    (verify.Topology, "__init__", lambda f, t, *a: (f(t, *a), setattr(t, "node", t.node.cpu()))[0]),
+    ("Drafter", "draft", lambda f, *a: (torch.tensor([5], device="cuda"), f(*a))[1]),
+    ("Drafter", "draft", lambda f, *a: (torch.tensor(5, device="cuda"), f(*a))[1]),
+    (model.KVCache, "mask", lambda f, *a: f(*a).float()),
+], ids=["item", "mask index", "host topology", "host data", "host scalar", "dtype"])
+def test_faults_on_the_device_are_found(pretend, monkeypatch, name, owner, what, fault):
+    owner = importlib.import_module(name).Drafter if owner == "Drafter" else owner
+    real = getattr(owner, what)
+    monkeypatch.setattr(owner, what, lambda *a: fault(real, *a))
+    with pytest.raises(BaseException, match=r"_local_scalar|on cpu|same device|nonzero|mixed dtypes"):
+        two_rounds(monkeypatch, name, torch.bfloat16)
+
+
+# ---- Captured ----
+class Recorder(TorchDispatchMode):
+    """The operations in order. Views need no second run: they go on looking at the same storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.before, self.held = [], {}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, func._schema.arguments
+        written = tensors([a for a, s in zip(args, schema) if s.alias_info and s.alias_info.is_write])
+        for storage in [t.untyped_storage() for t in written]:
+            self.before.setdefault(storage._cdata, (storage, storage.clone()))
+        inputs = {t.untyped_storage()._cdata for t in tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        made = [t for t in tensors(out) if t.untyped_storage()._cdata not in inputs]
+        self.held.append((args, kwargs, out))  # no storage is freed, so that none is used twice
+        if (written or made) and func is not torch.ops.aten.lift_fresh.default:  # constants of the host are baked in
+            self.operations.append((func, args, kwargs, [] if written else made))
+        return out
+
+
+def capture(replays, function, *args):
+    """verify.capture, on a CPU. A capture computes nothing: what it wrote is undone, and what it made is rubbish."""
+    with torch.random.fork_rng(devices=[]), Recorder() as recorder:
+        outputs = function(*args)
+    for storage, content in recorder.before.values():
+        storage.copy_(content)
+    for t in tensors([made for *_, made in recorder.operations]):
+        t.fill_(1)
+
+    def replay(*_):
+        replays.append(function)
+        for func, args, kwargs, made in recorder.operations:
+            for old, new in zip(made, tensors(func(*args, **kwargs))):
+                old.copy_(new)
+        return outputs
+    return replay, outputs
+
+
+def texts(name, way, captured, temperature=0.0, **controls):
+    """Two generations in a row, eager or captured, of random drafts for a target of so few tokens that they are accepted
+    now and then -> [(tokens, rounds)], number of replays."""
+    target, records, replays, attend_up_to = tiny(9, 128, n_layer=3), [], [], model.KVCache.attend_up_to
+    module, drafter = build(name, way, target) if name else (None, None)
+    generate = partial(module.generate, target, drafter) if name else partial(verify.autoregressive, target)
+    given = property(lambda session: captured, lambda session, value: None)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(verify.Session, "capture", given, raising=False)
+        m.setattr(verify, "capture", partial(capture, replays))
+        m.setattr(torch.cuda, "synchronize", lambda: None)
+        m.setattr(model.KVCache, "attend_up_to", lambda self, n: attend_up_to(self, self.kv.shape[4]))  # as on CUDA
+        for seed, prompt in enumerate(([1, 2, 3, 4], [5, 6, 7] * 9)):
+            torch.manual_seed(seed)
+            records.append(generate(prompt, 128, temperature, **controls))
+    return [(r.tokens, r.rounds) for r in records], len(replays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature, controls", [(0.0, {}), (1.0, {}), (0.8, TOP)])
+@pytest.mark.parametrize("name, way", WAYS)
+def test_replays_equal_eager_rounds(name, way, temperature, controls):
+    eager, replayed = (texts(name, way, captured, temperature, **controls) for captured in (False, True))
+    assert eager[0] == replayed[0] and eager[1] == 0
+    assert replayed[1] == sum(len(rounds) - 2 for _, rounds in replayed[0]) * (2 if name else 1)
+    assert name is None or all(sum(r.accepted for r in rounds[3:]) for _, rounds in replayed[0])
+    assert temperature or [r[0] for r in replayed[0]] == [r[0] for r in texts(None, {}, False)[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, fault", [
+    *product(EAGLES + BLOCKS, ("anchor", "pos", "python")), *product(EAGLES, ["state"])])
+def test_faults_of_captures_are_found(monkeypatch, name, fault):
+    """Right in eager rounds and wrong in replays: tensors that are bound anew, a count that Python keeps."""
+    drafter, calls = importlib.import_module(name).Drafter, []
+    sound = texts(name, {}, False)[0]
+    owner, what = {"python": (drafter, "draft"), "state": (drafter, "absorb")}.get(fault, (verify.Session, "verify"))
+    real = getattr(owner, what)
+
+    def counting(self, *args):
+        tree = real(self, *args)
+        calls.append(tree.tokens[1:].add_(len(calls) % 2).remainder_(9))
+        return tree
+
+    def binding(self, *args):
+        holder = self.cache if fault == "pos" else self
+        old, content = getattr(holder, fault), getattr(holder, fault).clone()
+        real(self, *args)
+        setattr(holder, fault, old.clone())
+        old.copy_(content)
+
+    monkeypatch.setattr(owner, what, counting if fault == "python" else binding)
+    eager, replayed = texts(name, {}, False)[0], texts(name, {}, True)[0]
+    assert [r[0] for r in eager] == [r[0] for r in sound] and eager != replayed
