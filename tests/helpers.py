@@ -238,17 +238,17 @@ def target_law(target, prompt, n, *controls):
 
 
 def p_value(counts, law):
-    """Chi-square of counts against a law, both flat; cells with fewer than 10 expected are one cell. 0 if the impossible
-    happened. Where the law is a mean over draws from several, large values are rarer still."""
+    """Chi-square of counts against a law, both flat. The rarest cells are one, so that 5 are expected in every cell: where that
+    leaves a single cell the test says nothing. 0 if the impossible happened."""
     if counts[law == 0].sum() > 0:
         return 0.0
-    expected = law / law.sum() * counts.sum()
-    small = expected < 10
-    e = torch.cat([expected[~small], expected[small].sum()[None]])
-    c = torch.cat([counts[~small], counts[small].sum()[None]])
-    c, e = c[e > 0], e[e > 0]
-    half = ((c - e) ** 2 / e).sum() / 2
-    return torch.special.gammaincc(torch.tensor((len(e) - 1) / 2, dtype=torch.float64), half).item() if len(e) > 1 else 1.0
+    expected, order = (law / law.sum() * counts.sum()).sort()
+    rare = int((expected.cumsum(0) < 5).sum()) + 1
+    e = torch.cat([expected[:rare].sum()[None], expected[rare:]])
+    c = torch.cat([counts[order[:rare]].sum()[None], counts[order[rare:]]])
+    statistic = ((c - e) ** 2 / e).sum()
+    half_dof = torch.tensor((len(e) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(half_dof, statistic / 2).item() if len(e) > 1 else 1.0
 
 
 def outcomes(rule, p, tree):

@@ -627,7 +627,7 @@ class Medusa(nn.Module):
         return Tree(torch.cat([anchor, first, second]), t, F.pad(q, (0, 0, 0, 2)) if probs else None)
 
 
-@pytest.mark.parametrize("check", [check_method, partial(check_drafts, n=100)], ids=["law", "drafts"])
+@pytest.mark.parametrize("check", [check_method, partial(check_drafts, n=500)], ids=["law", "drafts"])
 def test_wrong_methods(check, target, monkeypatch):
     """Both checks pass the method without its flags, and notice each of them: a boolean, an integer, or both."""
     medusa = types.ModuleType("medusa")
