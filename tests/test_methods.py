@@ -140,9 +140,8 @@ def test_eagle_labels_are_the_targets_own(name, target):
     else:
         least = 0.1 * entropy[:, 1:].mean()
         drafter.args.w_cls = 0.0
-        for off, cost in ((2.0, 1.5), (0.5, 0.125)):  # SmoothL1
-            drafter.advance = lambda *_, off=off: f[:, 1:] + off
-            assert drafter(target, idx).item() == pytest.approx(cost)
+        drafter.advance = lambda *_: f[:, 1:] + 2
+        assert drafter(target, idx).item() == pytest.approx(1.5)  # SmoothL1
     assert costs[0] == pytest.approx(least.item(), abs=1e-5) and min(costs[1:]) > costs[0] + 0.01
 
 
@@ -281,18 +280,21 @@ def test_dynamic_tree_holds_the_best_values(name, width, beam, depth, N, target)
     """The papers' two phases, by hand on path values: the `beam` best of every level get their `width` best children,
     and of all these the N - 1 best are the tree."""
     session, drafter = shaken(name, target, width=width, beam=beam, depth=depth, n_nodes=N)
-    anchor, sharp = absorb(target, session, drafter, text(1, 12)[0]), importlib.import_module(name).GREEDY
-    frontier, values = [()], {(): 0.0}
-    for _ in range(depth + 1):
-        new = {}
-        for path in frontier:
-            logits = drafter.read(target, walked(drafter, target, path)[-1])
-            best = (sharp * logits).log_softmax(-1).topk(width)
-            new |= {(*path, x): values[path] + v for v, x in zip(best.values.tolist(), best.indices.tolist())}
-        values |= new
-        frontier = sorted(new, key=new.get, reverse=True)[:beam]
-    del values[()]
-    assert set(paths(drafter.draft(target, anchor))) == set(sorted(values, key=values.get, reverse=True)[:N - 1])
+    read, sharp = drafter.read, importlib.import_module(name).GREEDY
+    drafter.read = lambda *a: read(*a) / 40  # so that depth and breadth are worth about the same
+    for words in text(8, 12):
+        anchor, frontier, values = absorb(target, session, drafter, words), [()], {(): 0.0}
+        for _ in range(depth + 1):
+            new = {}
+            for path in frontier:
+                logits = drafter.read(target, walked(drafter, target, path)[-1])
+                best = (sharp * logits).log_softmax(-1).topk(width)
+                new |= {(*path, x): values[path] + v for v, x in zip(best.values.tolist(), best.indices.tolist())}
+            values |= new
+            frontier = sorted(new, key=new.get, reverse=True)[:beam]
+        del values[()]
+        best = sorted(values, key=values.get, reverse=True)[:N - 1]
+        assert set(paths(drafter.draft(target, anchor))) == set(best)
 
 
 @pytest.mark.parametrize("name", EAGLES[1:])
@@ -330,8 +332,7 @@ def test_sampled_tree_keeps_the_best_leaves(name, target):
         q = tree.q[node].index_fill(0, tree.tokens[child], -1)
         values |= {(node, x): alpha ** i * (1 - alpha) * q[x].item() for x in q.topk(3).indices.tolist()}
     best = sorted(values, key=values.get, reverse=True)[:6]
-    chosen = (~drawn).nonzero()[1:, 0]
-    assert {(parent[n].item(), tree.tokens[n].item()) for n in chosen} == set(best)
+    assert {(parent[n].item(), tree.tokens[n].item()) for n in range(1, 11) if not drawn[n]} == set(best)
 
 
 @pytest.mark.parametrize("name", EAGLES[1:])

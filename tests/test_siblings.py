@@ -19,8 +19,8 @@ def test_sections_and_imports(name):
     tree = ast.parse(SOURCE[name])
     if name in FIVE:
         assert all(word in ast.get_docstring(tree) for word in ("One round", "Glossary", "Left out"))
-        names, sections = [getattr(n, "name", None) for n in tree.body], ["Args", "Drafter", "train", "generate", "main"]
-        assert [n for n in names if n in sections] == sections
+        sections = ["Args", "Drafter", "train", "generate", "main"]
+        assert [n.name for n in tree.body if getattr(n, "name", None) in sections] == sections
         imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         assert not imported & set(FIVE) and set(TRUNK) <= imported
