@@ -199,6 +199,8 @@ def read_corpus(data=None):
     from pydoc_data.topics import topics
     for name, text in topics.items():
         corpus["prose"]["held" if held_out(name) else "train"].append(text)
+    trained = set(corpus["prose"]["train"])  # two files may have the same docstring
+    corpus["prose"]["held"] = [text for text in corpus["prose"]["held"] if text not in trained]
     return corpus
 
 
@@ -441,7 +443,7 @@ def parse(Args, doc, name, argv=None):
     args = parser.parse_args(argv)
     path = args.ckpt or find(name)
     if Path(path).is_file() and (args.resume or not args.train):
-        common = {f.name for f in fields(CommonArgs)}
+        common = {f.name for f in fields(CommonArgs)} - ({"data", "seed"} if args.resume else set())
         saved = load(path, name)["args"].items()
         parser.set_defaults(**{k: v for k, v in saved if hasattr(args, k) and k not in common})
         args = parser.parse_args(argv)
@@ -492,7 +494,7 @@ def load(path, name):
 def export(source, destination, name):
     """Copies a checkpoint in half precision and without what only --resume needs."""
     checkpoint = load(source, name)
-    checkpoint.pop("optimizer")
+    checkpoint.pop("optimizer", None)
     checkpoint["model"] = {k: w.half() for k, w in checkpoint["model"].items()}
     save(destination, checkpoint)
 

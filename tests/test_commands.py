@@ -1,4 +1,4 @@
-"""The commands as a user runs them: one smoke test each, wrong use in one line, any console, and the README's links."""
+"""Every command from outside: one smoke test each, consoles that lack characters, wrong use in one line."""
 import importlib
 import json
 import os
@@ -6,107 +6,161 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from itertools import groupby, product
+from pathlib import Path
 
 import pytest
-from helpers import ROOT
+import torch
+from cli import ENV, ROOT, SHAPE, SMALL, refused, run, tensors, write_texts
+from test_train import BYTES
 
 import train
+import verify
+from verify import Record, Round
 
-METHODS = ["eagle1", "eagle2", "eagle3", "dflash", "dflash2"]
-SMALL = ["--seq_len", "64", "--steps", "6", "--batch_size", "2", "--data", "text"]
-REPORT = ["--prompts", "1", "--max_new_tokens", "8", "--dtype", "float64", "--json"]
-
-
-def start(folder, *argv, **env):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def run(folder, *argv, code=0, **env):
-    process = start(folder, *argv, **env)
-    out, err = (text.decode("utf-8", "replace") for text in process.communicate(timeout=300))
-    assert process.returncode == code and "Traceback" not in err, out + err
-    return out, err
+FIVE = ["eagle1", "eagle2", "eagle3", "dflash", "dflash2"]
+DRAFT = ["--train", *SMALL, "--steps", 3, "--prompts", 2, "--max_new_tokens", 12]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a little text, a target, and an EAGLE-1 drafter."""
-    folder = tmp_path_factory.mktemp("commands")
-    (folder / "text").mkdir()
-    for i in range(4):
-        text = "".join(q + s for q, s, _ in train.math_texts(30, i, False))
-        (folder / "text" / f"{i}.txt").write_text(text, encoding="utf-8")
-    run(folder, ROOT / "train.py", *SMALL, "--n_layer", 7, "--n_embd", 32, "--vocab_size", 300)
-    run(folder, ROOT / "eagle1.py", "--train", *SMALL, *REPORT)
-    return folder
+def world(tmp_path_factory):
+    """A working folder with text, a trained target, drafters of it, and files that are none -> {method: its report}."""
+    folder, before, reports = tmp_path_factory.mktemp("world"), os.getcwd(), {}
+    os.chdir(folder)
+    write_texts(folder)
+    for argv in (["--steps", 40], ["--steps", 1, "--seed", 9, "--ckpt", "other.pt"]):
+        status, _, err = run(train, *SMALL, *SHAPE, *argv)
+        assert status == 0, err
+    log = Path("out/target.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [json.loads(line)["loss"] for line in log]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.3  # it learns
+    for name in FIVE:
+        reports[name] = run(importlib.import_module(name), *DRAFT, "--json")
+    torch.save(torch.load("out/target.pt", weights_only=True) | {"step": 3}, "half.pt")
+    Path("notes.txt").write_text("Notes, and nothing else.\n", encoding="utf-8")
+    Path("empty.txt").write_text("", encoding="utf-8")
+    yield reports
+    os.chdir(before)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_trains_reports_and_continues(folder, name):
-    if name != "eagle2":  # which runs EAGLE-1's checkpoint as it is
-        out, _ = run(folder, ROOT / f"{name}.py", "--train", *SMALL, *REPORT)
-        report = json.loads(out.splitlines()[-1])
-        assert report["method"] == name and report["results"][0]["equal"] == [1, 1] and "right answers" in out
-    out, _ = run(folder, ROOT / f"{name}.py", "--prompt", "Add 1\u2192", "--max_new_tokens", 9, "--verbose", PYTHONIOENCODING="utf-8")
-    assert out.startswith("Add 1\u2192") and " drafted, " in out and "tau" in out
+@pytest.mark.parametrize("name", FIVE)
+def test_a_method_trains_reports_and_continues(world, name):
+    """The report's numbers agree with each other, and greedy text is plain decoding's."""
+    status, out, err = world[name]
+    assert status == 0, err
+    report = json.loads(out.splitlines()[-1])
+    assert report["method"] == name and [r["temperature"] for r in report["results"]] == [0, 1]
+    assert report["results"][0]["equal"] == [2, 2]
+    for result in report["results"]:
+        n = result["domains"]["text"]
+        assert n["tau"] * n["target_passes"] == pytest.approx(n["new_tokens"] - 2)  # a text's first token is prefill's
+    target, module = train.load_target("out/target.pt", "cpu", torch.float64), importlib.import_module(name)
+    enc, here = train.encoding(target.tokenizer), ["--device", "cpu", "--dtype", "float64", "--max_new_tokens", 20]
+    _, out, err = run(module, *here, "--prompt", "Add 12", "--verbose")
+    plain = verify.autoregressive(target, enc.encode_ordinary("Add 12"), 20, stop=(enc.eot_token,))
+    text, rounds = re.split(r"\n\n(?=\d+ drafted)", out, maxsplit=1)
+    assert re.sub(r"[\[\]]", "", text) == re.sub(r"[\[\]]", "", "Add 12" + enc.decode(plain.tokens)), err
+    assert "accepted, supplied: " in rounds and "equal to plain decoding: True" in rounds
+    drawn = [run(module, *here, "--prompt", "Add", "--temperature", 1, "--seed", seed)[1] for seed in (3, 3, 4)]
+    a, b, c = (text.split("\n\n(marked")[0] for text in drawn)
+    assert a == b != c
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_any_console(folder, encoding):
-    """Help, prompts and reports print on consoles that lack their characters."""
-    for name in METHODS:
-        out, _ = run(folder, ROOT / f"{name}.py", "--help", PYTHONIOENCODING=encoding)
-        assert "--max_new_tokens" in out
-    run(folder, ROOT / "eagle2.py", "--prompt", "\u2192", "--max_new_tokens", 4, PYTHONIOENCODING=encoding, PYTHONUTF8="1")
-    out, _ = run(folder, ROOT / "eagle2.py", "--bench", "--data", "text", *REPORT, PYTHONIOENCODING=encoding)
-    assert json.loads(out.splitlines()[-1])["method"] == "eagle2"
+@pytest.mark.parametrize("name", ["train", *FIVE])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(world, name, tmp_path, monkeypatch):
+    """Ctrl-C in the second of four steps, then --resume alone: equal weights and optimizer, so equal data and seed."""
+    monkeypatch.setattr(train, "benchmark", lambda *_: {})
+    module, whole, broken, batch = importlib.import_module(name), tmp_path / "a.pt", tmp_path / "b.pt", train.Data.batch
+    base = [*SMALL, *(SHAPE if module is train else ["--train"]), "--steps", 4, "--seed", 5]
+    assert run(module, *base, "--ckpt", whole)[0] == 0
+
+    def interrupted(self, step, *how, **named):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return batch(self, step, *how, **named)
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Data, "batch", interrupted)
+        assert "interrupted after step 2; " in refused(module, *base, "--ckpt", broken)
+    assert torch.load(broken, weights_only=True)["step"] == 2
+    assert run(module, "--device", "cpu", "--resume", "--ckpt", broken)[0] == 0
+    assert len(tensors(whole)) == len(tensors(broken))
+    assert all(a.equal(b) for a, b in zip(tensors(whole), tensors(broken)))
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["dflash.py", "--target", "none.pt"], "no checkpoint at none.pt"),
-    (["eagle3.py", "--ckpt", "out/eagle1.pt"], "holds a eagle1 checkpoint"),
-    (["eagle1.py", "--train", *SMALL, "--ckpt", "out/target.pt"], "overwrite"),
-    (["eagle1.py", "--train", *SMALL, "--seq_len", "999"], "exceeds the target's context"),
-    (["eagle1.py", "--prompt", "x " * 400], "this target's context takes up to 63"),
-    (["eagle1.py", "--temperature", "-1"], "--temperature"),
-    (["eagle1.py", "--top_p", "0"], "--top_p"),
-    (["eagle1.py", "--batch_size", "0"], "--batch_size"),
-    (["eagle1.py", "--device", "gpu"], "--device"),
-    (["eagle1.py", "--device", "cuda"], "--device"),
-    (["eagle1.py", "--no_such_flag"], "--no_such_flag"),
-    (["eagle1.py", "--prompt", ""], "--prompt is empty"),
-    (["train.py"], "is there already"),
-    (["train.py", "--init", "none.bin"], "--init none.bin"),
-])
-def test_wrong_use(folder, argv, message):
-    """One line that says what to do, and a non-zero status."""
-    _, err = run(folder, ROOT / argv[0], *argv[1:], code=2 if message.startswith("--") and "init" not in message else 1)
-    assert message in err.splitlines()[-1]
+# ---- What is shown ----
+def test_marks_show_who_wrote_a_character():
+    """For every way to draft the bytes of a text: characters in brackets are those whose last byte was drafted; without
+    brackets it is the text, also where it ends within a character."""
+    text = "aü你b"
+    ends = [len(text[:i].encode()) - 1 for i in range(1, len(text) + 1)]
+    for flags in product([False, True], repeat=len(text.encode()) - 1):
+        record = Record(list(text.encode()), [Round(1, 2, int(flag), 1) for flag in flags])
+        owners = groupby(zip(text, ends), key=lambda char: char[1] > 0 and flags[char[1] - 1])
+        parts = [(drafted, "".join(char for char, _ in chars)) for drafted, chars in owners]
+        marked = train.marked(record, BYTES).replace("][", "")
+        assert marked == "".join(f"[{part}]" if drafted else part for drafted, part in parts)
+        for _ in range(4):
+            record.tokens.pop()
+            assert re.sub(r"[\[\]]", "", train.marked(record, BYTES)) == BYTES.decode(record.tokens)
 
 
-def test_ctrl_c_saves_and_resume_goes_on(folder):
-    process = start(folder, ROOT / "train.py", *SMALL[:2], "--steps", 100000, *SMALL[4:], "--ckpt", "out/long.pt", "--n_layer", 2,
-                    "--n_embd", 32, "--vocab_size", 300)
-    log = folder / "out" / "long.jsonl"
-    for _ in range(600):
-        time.sleep(0.1)
-        if log.exists() and log.stat().st_size:
-            break
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    done = train.load(folder / "out" / "long.pt", "target")["step"]
-    assert process.returncode == 1 and f"interrupted after step {done}" in err.decode()
-    run(folder, ROOT / "train.py", "--resume", "--ckpt", "out/long.pt", "--steps", done + 2, "--data", "text")
-    assert train.load(folder / "out" / "long.pt", "target")["step"] == done + 2
+def test_a_round_is_drawn_as_a_tree(capsys):
+    """Depth first, + where it was accepted; a round without a draft; a round that was cut after one token."""
+    tree, chain = (list(b"abxcyc"), [-1, 0, 0, 1, 1, 2]), (list(b"d"), [-1])
+    rounds = [Round(2, 6, 2, 3, tree), Round(0, 1, 0, 1, chain), Round(2, 6, 2, 1, tree)]
+    train.draw(Record(list(b"abcdeb"), rounds), BYTES)
+    assert capsys.readouterr().out.split("\n\n") == [
+        "\n5 drafted, 2 accepted, supplied: 'd'\n+ 'b'\n  + 'c'\n    'y'\n  'x'\n    'c'",
+        "0 drafted, 0 accepted, supplied: 'e'",
+        "5 drafted, 2 accepted, supplied: ''\n+ 'b'\n    'c'\n    'y'\n  'x'\n    'c'\n"]
 
 
-def test_readme_and_methods():
-    """Files that the README links exist, and every method has the names that a method has."""
+CONTINUE = ["--prompt", "Grüße →", "--max_new_tokens", 9, "--verbose"]
+REPORT = ["--bench", *SMALL, "--prompts", 1, "--max_new_tokens", 9, "--json"]
+
+
+@pytest.mark.parametrize("encoding, argv", [("ascii", CONTINUE), ("cp1252", REPORT)])
+def test_any_console_will_do(world, encoding, argv):
+    """Help, text and JSON print where characters are missing, in a process with PYTHONIOENCODING as well."""
+    for name in ("train", *FIVE):
+        status, out, _ = run(importlib.import_module(name), "--help", encoding=encoding)
+        assert status == 0 and all(f"--{flag} " in out for flag in ("train", "data", "steps", "lr"))
+    _, out, _ = run(importlib.import_module("dflash"), *CONTINUE, encoding=encoding)
+    assert out.startswith({"ascii": "Gr??e ?", "cp1252": "Grüße ?"}[encoding])
+    command, env = map(str, [sys.executable, ROOT / "dflash.py", *argv]), {**ENV, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([*command], env=env, capture_output=True, encoding=encoding, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Gr??e ?") if argv is CONTINUE else json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- Wrong use: a status, one line that says what is wrong, and no file is touched ----
+REFUSED = [(["--prompt", "Add", "--ckpt", "none.pt"], "no checkpoint at none.pt"),
+           ([*DRAFT, "--target", "none.pt"], "no checkpoint at none.pt"),
+           (["--prompt", "Add", "--ckpt", "out/eagle3.pt"], "holds a eagle3 checkpoint"),
+           (["--prompt", "Add", "--target", "other.pt"], "trained for another target"),
+           (["--resume", *SMALL, "--steps", 9, "--target", "other.pt"], "for another target"),
+           ([*DRAFT, "--target", "half.pt"], "half.pt --resume"),
+           ([*DRAFT, "--target", "other.pt", "--ckpt", "other.pt"], "target"),
+           (["--prompt", "Add", "--n_draft_layer", 9], "other settings"),
+           ([*DRAFT, "--seq_len", 999], "--seq_len 999 exceeds the target's context"),
+           (["--prompt", "Add 1 and 2. " * 60], "this target's context takes up to 63"),
+           (["--prompt", ""], "--prompt is empty")]
+VALUES = ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "top_k=0", "batch_size=0", "lr=0", "dtype=int8",
+          "device=abacus", "device=cuda:99", "no_such_flag=3"]
+DATA = [("nowhere", "No such file"), ("empty.txt", "no text"), ("notes.txt", "give more text")]
+REFUSED = [("dflash", *case) for case in REFUSED + [([f"--{value}"], f"--{value.split('=')[0]}") for value in VALUES]]
+REFUSED += [("train", [*SMALL, *SHAPE, "--ckpt", "new.pt", "--data", data], line) for data, line in DATA]
+
+
+@pytest.mark.parametrize("name, argv, line", [*REFUSED, ("train", SMALL, "out/target.pt is there already")])
+def test_wrong_use_is_told_in_one_line(world, name, argv, line):
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    assert line in refused(importlib.import_module(name), "--device=cpu", *argv)
+    assert before == {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+
+
+def test_what_the_readme_names_exists():
+    """Linked files, and the files of its commands but the reader's own."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert link.startswith("http") or (ROOT / link).exists(), link
-    for name in METHODS:
-        module = importlib.import_module(name)
-        assert all(hasattr(module, part) for part in ("Args", "Drafter", "train", "generate", "main"))
+    files = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"(?:python|diff) ([\w/]+\.py)", text)
+    assert len(files) > 10 and not [file for file in files if file != "idea.py" and not (ROOT / file).exists()]

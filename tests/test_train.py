@@ -1,328 +1,392 @@
-"""Data, tokenizer, optimizer, checkpoints: what they promise, and one line where something is wrong."""
-import dataclasses
+"""Data, tokenizer, optimizer, checkpoints and the frame of a training run: what train.py promises."""
+import contextlib
+import itertools
 import json
+import math
+import os
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-import tiktoken
 import torch
-from helpers import ROOT, tiny
+from cli import ENV, ROOT, SHAPE, SMALL, problems, refused, run, tensors, write_texts
+from test_model import published
 
+import dflash
+import model
 import train
-import verify
 
-ENC = train.encoding({"ranks": [chr(b) for b in range(256)]})  # bytes alone
-
-
-# ---- Data ----
-def test_problems_are_right():
-    """Every calculation that a solution states is true, and its answer is its last number."""
-    for question, solution, answer in train.math_texts(600, 5, False):
-        for left, right in re.findall(r"((?:-?\d+ [-+*/] )+\d+) = (-?\d+)", solution):
-            assert eval(left) == int(right), (question, left, right)
-        assert train.answer_of(solution) == answer == re.findall(r"-?\d+", solution)[-1]
-        assert solution.endswith(f"\nAnswer: {answer}\n")
-    assert train.answer_of("no end") is None
+STDLIB = Path(json.__file__).parent.parent
 
 
-def test_problems_are_split():
-    """No question stands on both sides; every kind of problem occurs on both."""
-    sides = [[q for q, _, _ in train.math_texts(n, 3, held)] for n, held in ((3000, False), (300, True))]
-    assert not set(sides[0]) & set(sides[1]) and len(set(sides[1])) == 300
-    for start in ("Add", "Multiply", "Solve", "What is", "A sequence"):
-        assert all(any(q.startswith(f"Problem: {start}") for q in side) for side in sides)
+BYTES = train.encoding({"ranks": [chr(b) for b in range(256)]})  # a token for every byte, and END
 
 
-def test_corpus_is_split_by_file(monkeypatch):
-    """No document of code or prose is on both sides, and held-out problems are not among those trained on."""
-    corpus = train.read_corpus()
-    assert list(corpus) == ["math", "code", "prose"]
-    for domain, least in (("math", 300), ("code", 20), ("prose", 50)):
-        held = set(corpus[domain]["held"])
-        assert len(held) > least and len(corpus[domain]["train"]) > 3 * len(held)
-        shared = held & set(corpus[domain]["train"])
-        assert all(len(text) < 400 for text in shared) or domain == "prose"
-        assert domain == "prose" or not shared - {""}
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a little text."""
+    write_texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_no_sources(monkeypatch, tmp_path, capsys):
-    """A standard library without sources is said on stderr."""
+# ---- Worked problems ----
+ANSWERS = {
+    r"Add (\d+) and (\d+)\.": lambda a, b: a + b,
+    r"Multiply (\d+) by (\d+)\.": lambda a, b: a * b,
+    r"What is (\d+) percent of (\d+)\?": lambda p, n: Fraction(p * n, 100),
+    r"Solve (\d+)[xyn] \+ (\d+) = (\d+) for [xyn]\.": lambda a, b, c: Fraction(c - b, a),
+    r"Solve (\d+)[xyn] - (\d+) = (-?\d+) for [xyn]\.": lambda a, b, c: Fraction(c + b, a),
+    r"A sequence starts (\d+), (\d+), \d+ and .* What is number (\d+)\?": lambda a, b, n: a + (n - 1) * (b - a),
+}
+
+
+def solve(question):
+    """The answer to a question, computed from its words alone."""
+    for form, answer in ANSWERS.items():
+        if m := re.fullmatch(form, question):
+            return answer(*map(int, m.groups()))
+    total = int(re.match(r"\w+ has (\d+)", question)[1])
+    for verb, k in re.findall(r"(buys|finds|gets|gives away|loses|grows to) (\d+)", question):
+        sign = -1 if verb in ("gives away", "loses") else 1
+        total = total * int(k) if verb == "grows to" else total + sign * int(k)
+    return total
+
+
+@pytest.mark.parametrize("kind", train.PROBLEMS, ids=lambda kind: kind.__name__)
+def test_problems_have_the_right_answer_and_true_steps(kind):
+    """The answer is what the question's words give, every equality holds, and the last step has the answer."""
+    r, side = random.Random(5), r"-?\d+(?: [-+*/] -?\d+)*"
+    for _ in range(300):
+        question, steps, answer = kind(r)
+        assert answer == solve(question)
+        for chain in re.findall(rf"(?<![\w/]){side}(?: = {side})+", "\n".join(steps)):
+            parts = re.sub(r"\d+", r"Fraction(\g<0>)", chain).split(" = ")
+            values = {eval(part, {"Fraction": Fraction}) for part in parts}
+            assert len(values) == 1, (question, chain)
+        if kind is train.addition:  # digit by digit
+            digits = [re.search(r"write (\d), carry (\d)", step).groups() for step in steps]
+            values = {int(digits[-1][1] + "".join(d for d, _ in reversed(digits)))}
+        assert values == {answer}
+
+
+def test_no_held_out_problem_is_trained_on():
+    """Held-out problems are distinct, prompts are such; in training all kinds are equally frequent (6e-5 alarms)."""
+    trained = train.math_texts(12000, 1234, False)
+    for seed in (1234, 99, 100):
+        held = {question for question, _, _ in train.math_texts(400, seed, True)}
+        assert len(held) == 400 and not held & {question for question, _, _ in trained}
+    kinds = Counter("a name" if q.split()[1] in train.NAMES else q.split()[1] for q, _, _ in trained)
+    assert len(kinds) == 6 and all(abs(n - 2000) < 4.4 * (12000 * 5 / 36) ** 0.5 for n in kinds.values())
+    for question, solution, answer in trained[:100]:
+        assert question.endswith("\nSolution:") and train.answer_of(solution) == answer
+        assert train.answer_of(solution[:-1]) is None  # an unfinished number is none
+    data = train.Data({"math": {"train": ["text " * 9], "held": ["text " * 9]}}, BYTES, 32)
+    for prompt, answer in data.prompts(20, seed=3)["math"]:
+        question = BYTES.decode(prompt)
+        assert str(solve(question[9:-10])) == answer and train.held_out(question[9:-10])
+
+
+# ---- The corpus ----
+def test_a_source_is_held_out_with_its_docstrings(tmp_path, monkeypatch, capsys):
+    """Code and prose are split by file, nothing is on both sides, tests and other people's packages are not read. A
+    library without sources, as an embedded Python has, is told on stderr."""
     monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert list(train.read_corpus()) == ["math"] and "no Python sources" in capsys.readouterr().err
+    assert set(train.read_corpus()) == {"math"}
+    assert f"no Python sources under {tmp_path}: maths alone" in capsys.readouterr().err
+    for file in [*STDLIB.glob("[b-d]*.py"), *STDLIB.glob("json/*.py"), *STDLIB.glob("email/*.py")]:
+        copy = tmp_path / file.relative_to(STDLIB)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(file, copy)
+    for i in range(24):  # the same docstring in files of both sides
+        (tmp_path / f"twin{i}.py").write_text(f'"""The same\ndocstring."""\nx = {i}\n', encoding="utf-8")
+    sources = [f.read_text(encoding="utf-8") for f in tmp_path.rglob("*.py")]
+    for name in ("test", "site-packages"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").write_text("'''Not\nread.'''", encoding="utf-8")
+    corpus = train.read_corpus()
+    assert set(corpus) == {"math", "code", "prose"}
+    for domain in corpus.values():
+        assert domain["train"] and domain["held"] and not set(domain["train"]) & set(domain["held"]) - {""}
+    assert sorted(corpus["code"]["train"] + corpus["code"]["held"]) == sorted(sources)
+    for side in ("train", "held"):
+        docs = [text for source in corpus["code"][side] for text in train.prose_of(source)]
+        assert docs and set(docs) <= set(corpus["prose"][side]) | {"The same\ndocstring."}
 
 
-def test_data_option(tmp_path):
-    """A file is cut at 7/8, a folder split by file; bytes that are no UTF-8 are replaced; nothing to read ends in one line."""
-    one = tmp_path / "one.txt"
-    one.write_bytes(b"abcdefg\xff" * 10)
-    corpus = train.read_corpus(one)
-    assert len(corpus["text"]["train"][0]) == 70 and "\ufffd" in corpus["text"]["train"][0]
-    for i in range(9):
-        (tmp_path / f"{i}.txt").write_text(f"text {i}", encoding="utf-8")
-    assert len(train.read_corpus(tmp_path)["text"]["held"]) == 2
-    one.write_text(" \n", encoding="utf-8")
-    for path, message in ((one, "holds no text"), (tmp_path / "none", "No such file")):
-        with pytest.raises(SystemExit, match=message):
-            train.read_corpus(path)
-
-
-def text_data(seq_len=16, n=400):
-    words = [random.Random(i).choice(("one two\n", "three\n", "four five six\n")) for i in range(n)]
-    return train.Data({"text": {"train": words[:-40], "held": words[-40:]}}, ENC, seq_len)
-
-
-def test_batches_are_a_function_of_the_step():
-    data = text_data()
-    assert torch.equal(data.batch(3, 4), data.batch(3, 4)) and data.batch(3, 4).shape == (4, 16)
-    assert not torch.equal(data.batch(3, 4), data.batch(4, 4))
-    assert not torch.equal(data.batch(3, 4, side="held"), data.batch(3, 4))
-    with pytest.raises(SystemExit, match="fewer than one sequence"):
-        text_data(seq_len=5000)
-
-
-def test_long_runs_of_one_character():
-    assert len(train.Data({"text": {"train": [" " * 1_000_001], "held": ["abc " * 99]}}, ENC, 16).tokens["text", "train"]) > 99
+def test_a_folder_is_split_by_file_and_a_file_by_length(tmp_path):
+    """--data: the two sides together are the whole text, two million spaces included; what is no UTF-8 is replaced."""
+    texts = [f"file number {i}\n" * 5 for i in range(16)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "16.txt").write_bytes(b"Gr\xfc\xdfe")
+    (tmp_path / "blank.txt").write_text(" \n", encoding="utf-8")
+    corpus = train.read_corpus(tmp_path)["text"]
+    assert sorted(corpus["train"] + corpus["held"]) == sorted([*texts, "Gr\ufffd\ufffde"])
+    assert len(corpus["held"]) == 3  # every eighth, and the last
+    one = "".join(texts) + " " * 2_000_000 + "end\n" * 40
+    (tmp_path / "one.txt").write_text(one, encoding="utf-8")
+    corpus = train.read_corpus(tmp_path / "one.txt")
+    data = train.Data(corpus, BYTES, 32)
+    parts = [BYTES.decode(data.tokens["text", side].tolist()[:-1]) for side in ("train", "held")]
+    assert "".join(parts) == one and len(parts[1]) == math.ceil(len(one) / 8)
 
 
 # ---- Tokenizer ----
-def test_bpe_merges_the_most_frequent_pair():
-    """Against a count over the whole text, merge by merge; any bytes survive a round trip."""
-    text = "low lower lowest newer new wide 1234 \u00fc\u4f60 " * 3
-    ranks = train.train_bpe(text, 280)
-    words = [[bytes([b]) for b in w.encode()] for w in re.findall(train.PATTERN, text)]
-    for piece, rank in list(ranks.items())[256:]:
-        pairs = {}
-        for w in words:
-            for pair in zip(w, w[1:]):
-                pairs[pair] = pairs.get(pair, 0) + 1
-        assert piece in {a + b for (a, b), n in pairs.items() if n == max(pairs.values())} and rank == ranks[piece]
-        for w in words:
-            i = 0
-            while i < len(w) - 1:
-                if w[i] + w[i + 1] == piece:
-                    w[i:i + 2] = [piece]
-                i += 1
-    enc = train.encoding({"ranks": [p.decode("latin-1") for p in ranks]})
-    assert enc.n_vocab == len(ranks) + 1 and enc.eot_token == len(ranks)
-    for sample in (text, "\x00\ud7ff\t \n\n  x", "def f(x):\n    return x  # ok\n"):
-        assert enc.decode(enc.encode_ordinary(sample)) == sample
+def naive_bpe(text, vocab_size):
+    """Byte-pair encoding as it is defined: recount every pair after every merge, in every word."""
+    words = [[bytes([b]) for b in word.encode()] for word in re.findall(train.PATTERN, text)]
+    ranks = {bytes([b]): b for b in range(256)}
+    while len(ranks) < vocab_size - 1:
+        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        ranks[best[0] + best[1]] = len(ranks)
+        for word in words:
+            for i in range(len(word) - 1):
+                if word[i:i + 2] == [*best]:
+                    word[i:i + 2] = [best[0] + best[1]]
+    return ranks
+
+
+def test_bpe_equals_its_definition():
+    """On code and problems; on words of two letters, where pairs overlap (aaa), tie, and run out."""
+    r = random.Random(0)
+    texts = [" ".join("".join(r.choices("ab", (3, 1), k=r.randint(1, 12))) for _ in range(n)) for n in range(40)]
+    for text in [*texts, (STDLIB / "json" / "decoder.py").read_text(encoding="utf-8")[:5000] + problems(5)]:
+        assert list(train.train_bpe(text, 340).items()) == list(naive_bpe(text, 340).items())
+
+
+def test_any_text_survives_its_tokens():
+    """Every byte has a token, digits stand alone, END is the last id and never comes from text."""
+    ranks = train.train_bpe(problems(100) + "1000 2000 1000 2000\n" * 50, 400)
+    enc = train.encoding({"ranks": [piece.decode("latin-1") for piece in ranks]})
+    assert enc.n_vocab == 400 and enc.eot_token == 399
+    r = random.Random(1)
+    points = [*range(0xD800), *range(0xE000, 0x110000)]
+    texts = ["".join(map(chr, r.choices(alphabet, k=200))) for alphabet in (points, range(300)) for _ in range(50)]
+    for text in [*texts, "", "\r\n\n \t", "a\0b", "x" + train.END, problems(3, 5)]:
+        ids = enc.encode_ordinary(text)
+        assert enc.decode(ids) == text and enc.eot_token not in ids
+    pieces = [enc.decode_single_token_bytes(i) for i in range(399)]
+    assert {bytes([b]) for b in range(256)} <= set(pieces)
+    assert not any(re.search(rb"\d.|.\d", piece, re.DOTALL) for piece in pieces)
+
+
+def test_a_batch_is_a_function_of_its_step_and_keeps_to_its_side():
+    """Equal arguments, equal rows; another step or seed, others. Rows start where a line or a document does."""
+    corpus = {"text": {"train": ["aaa\naaaaa\n" * 30, "aa\n" * 30], "held": ["bbbb\nb\n" * 40]}}
+    data, again = (train.Data(corpus, BYTES, 16) for _ in range(2))
+    stream = data.tokens["text", "train"].tolist()
+    starts = [0] + [i + 1 for i, t in enumerate(stream) if t in (ord("\n"), BYTES.eot_token)]
+    windows = {tuple(stream[i:i + 16]) for i in starts}
+    for step in range(20):
+        rows, held = data.batch(step, 8), data.batch(step, 8, side="held")
+        assert rows.shape == (8, 16) and rows.equal(again.batch(step, 8))
+        assert {tuple(row) for row in rows.tolist()} <= windows
+        assert ord("b") not in rows and ord("a") not in held
+    batches = [data.batch(step, 8, seed) for step in range(5) for seed in range(5)]
+    assert not any(a.equal(b) for a, b in itertools.combinations(batches, 2))
+    assert all(ord("a") not in prompt and answer is None for prompt, answer in data.prompts(9)["text"])
 
 
 # ---- Optimizer ----
-def test_muon_orthogonalises():
-    """The first update has singular values near 1, whatever the gradient's are; decay shrinks the weights."""
+@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
+def test_muon_orthogonalises(shape):
+    """An update has singular values near 1 and the gradient's own directions, whatever the gradient's size."""
     torch.manual_seed(0)
-    for shape in ((8, 24), (24, 8), (8, 8)):
-        p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.randn(shape) @ torch.diag(torch.logspace(0, -1, shape[1]))
-        train.Muon([p], lr=1.0).step()
-        s = torch.linalg.svdvals(p.data) / max(1, shape[0] / shape[1]) ** 0.5
-        assert 0.5 < s.min() and s.max() < 1.3
-    p = torch.nn.Parameter(torch.ones(4, 4))
-    p.grad = torch.zeros(4, 4)
-    train.Muon([p], lr=0.1, decay=0.5).step()
-    assert torch.allclose(p.data, torch.full((4, 4), 0.95))
+    params = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(3)]  # of one shape: they share a stack
+    for p, size in zip(params, (0.01, 1, 100)):
+        p.grad = torch.randn(shape) * size
+    train.Muon(params, lr=1.0).step()
+    for p in params:
+        update = -p.detach() / max(1, shape[0] / shape[1]) ** 0.5
+        s = torch.linalg.svdvals(update)
+        u, _, vh = torch.linalg.svd(p.grad, full_matrices=False)
+        assert s.min() > 0.3 and s.max() < 1.3 and s.mean() > 0.75
+        assert torch.cosine_similarity(update.flatten(), (u @ vh).flatten(), 0) > 0.95
 
 
-def test_schedule():
-    """Warmup over 4 %, then linear decay to 10 %; matrices go to Muon, embeddings and norms to Adam."""
-    net = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    optimizer = train.Optimizer(net, 0.6, 100)
-    assert [len(part.param_groups[0]["params"]) for part, _ in optimizer.parts] == [1, 4]
-    rates = []
+def test_schedule_clipping_and_who_gets_which_rule():
+    """4 % warmup, linear decay to a tenth, for both; gradients of norm 1; Muon for the blocks' matrices alone."""
+    target = model.GPT(model.GPTConfig(16, 300, 1, 2, 8))
+    optimizer = train.Optimizer(target, 0.02, 100)
+    (muon, _), (adam, _) = optimizer.parts
+    name = {p: n for n, p in target.named_parameters()}
+    matrices, rest = ({name[p] for p in part.param_groups[0]["params"]} for part in (muon, adam))
+    assert matrices == {f"blocks.0.{n}.weight" for n in ("c_attn", "attn_proj", "c_fc", "mlp_proj")}
+    assert rest == set(name.values()) - matrices
+    norms, rates = [], []
+    muon.step = lambda: norms.append(math.sqrt(sum(p.grad.norm().item() ** 2 for p in target.parameters())))
+    adam.step = lambda: rates.append((muon.param_groups[0]["lr"] / 0.02, adam.param_groups[0]["lr"] / 0.02 * 6))
     for step in range(100):
-        net(torch.tensor([1])).sum().backward()
+        for p in target.parameters():
+            p.grad = torch.full_like(p, 50.0)
         optimizer.step(step)
-        rates.append([part.param_groups[0]["lr"] for part, _ in optimizer.parts])
-    muon, adam = zip(*rates)
-    assert muon[:4] == pytest.approx([0.15, 0.3, 0.45, 0.6]) and muon[-1] == pytest.approx(0.06, abs=0.01)
-    assert [m / a for m, a in rates] == pytest.approx([6] * 100)
+        assert all(p.grad is None for p in target.parameters())
+    expected = [0.25, 0.5, 0.75] + [1 - 0.9 * max(0, step - 4) / 96 for step in range(3, 100)]
+    assert [a for a, _ in rates] == pytest.approx(expected) == [b for _, b in rates]
+    assert norms == pytest.approx([1] * 100, abs=1e-4)
 
 
 # ---- Checkpoints ----
-def written(tmp_path, **more):
-    target = tiny(300, 64).float()
-    path = tmp_path / "target.pt"
-    checkpoint = {"name": "target", "model": target.state_dict(), "config": dataclasses.asdict(target.config), "args": {}, "step": 0,
-                  "tokenizer": {"ranks": [chr(b) for b in range(256)]}, "optimizer": []}
-    train.save(path, {**checkpoint, **more})
-    return target, path
+def checkpoint():
+    torch.manual_seed(0)
+    target = model.GPT(model.GPTConfig(16, 300, 1, 2, 8))
+    return {"name": "target", "model": target.state_dict(), "config": vars(target.config), "args": {"steps": 3},
+            "step": 3, "tokenizer": {"name": "gpt2"}, "optimizer": [{"state": torch.zeros(9)}]}
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
-    _, path = written(tmp_path)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("writer failed\nat 0x1")])
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, error):
+    """Saving fails half way: one line, the old checkpoint as it was, and nothing beside it."""
+    path = tmp_path / "x.pt"
+    train.save(path, checkpoint())
     before = path.read_bytes()
 
-    def full(_, file):
-        with open(file, "wb") as f:
-            f.write(b"half")
-        raise RuntimeError("[enforce fail] No space left on device\nand more")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(SystemExit, match="could not be written: .*No space left on device$"):
-        train.save(path, {})
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    def half(_, where):
+        Path(where).write_bytes(before[:len(before) // 2])
+        raise error
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(SystemExit, match=r"x\.pt could not be written: [^\n]*$"):
+        train.save(path, checkpoint())
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
 
 
-def test_foreign_checkpoints(tmp_path):
-    """Missing, cut short, foreign, another name, unfinished, of another network: one line each."""
-    _, path = written(tmp_path)
-    short, foreign = tmp_path / "short.pt", tmp_path / "foreign.pt"
-    short.write_bytes(path.read_bytes()[:2000])
-    torch.save({"weights": 1}, foreign)
-    for call, message in ((lambda: train.load(tmp_path / "none.pt", "target"), "no checkpoint"),
-                          (lambda: train.load(short, "target"), "cut short"),
-                          (lambda: train.load(foreign, "target"), "not a .*checkpoint of this project"),
-                          (lambda: train.load(path, "dflash"), "holds a target checkpoint"),
-                          (lambda: train.load_target(written(tmp_path, args={"steps": 9})[1], "cpu"), "--resume"),
-                          (lambda: train.load_target(written(tmp_path, model={})[1], "cpu"), "another version")):
-        with pytest.raises(SystemExit, match=message) as error:
-            call()
-        assert "\n" not in str(error.value)
+@pytest.mark.filterwarnings("ignore")  # torch's own about such files
+def test_files_that_are_no_checkpoint_are_refused_in_one_line(tmp_path):
+    """Missing, cut anywhere, of random bytes, of something else, of another name."""
+    path, r = tmp_path / "x.pt", random.Random(0)
+    torch.save(checkpoint(), path)
+    raw = path.read_bytes()
+    files = [raw[:n] for n in range(0, len(raw), 397)] + [r.randbytes(r.randint(1, 300)) for _ in range(60)]
+    for what in [[1, 2], torch.zeros(3), {"model": torch.zeros(3)}, {"name": "eagle1"}]:
+        torch.save(what, path)
+        files.append(path.read_bytes())
+    path.unlink()
+    for raw in [None, *files]:
+        if raw is not None:
+            path.write_bytes(raw)
+        with pytest.raises(SystemExit, match=r"x\.pt.*(train it first|cut short|holds a eagle1)[^\n]*$"):
+            train.load(path, "target")
 
 
-def test_export_halves_and_loads(tmp_path):
-    target, path = written(tmp_path)
-    train.export(path, tmp_path / "half.pt", "target")
-    loaded = train.load_target(tmp_path / "half.pt", "cpu")
-    assert (tmp_path / "half.pt").stat().st_size < 0.6 * path.stat().st_size
-    for a, b in zip(target.parameters(), loaded.parameters()):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
-    assert loaded.fingerprint != train.load_target(path, "cpu").fingerprint == train.load_target(path, "cpu").fingerprint
+def test_an_exported_checkpoint_is_half_as_large_and_loads(tmp_path, monkeypatch):
+    """In half precision, without the optimizer; out/ in the working folder goes before weights/ beside train.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "__file__", str(tmp_path / "clone" / "train.py"))
+    own, shipped = Path("out/target.pt"), tmp_path / "clone" / "weights" / "target.pt"
+    assert train.find("target") == own
+    train.save("whole.pt", checkpoint())
+    train.export("whole.pt", shipped, "target")
+    assert train.find("target") == shipped and shipped.stat().st_size < 0.75 * Path("whole.pt").stat().st_size
+    whole, half = (train.load_target(path, "cpu") for path in ("whole.pt", shipped))
+    assert all(w.half().equal(half.state_dict()[name].half()) for name, w in whole.state_dict().items())
+    assert whole.fingerprint != half.fingerprint and "optimizer" not in train.load(shipped, "target")
+    train.save(own, {**checkpoint(), "config": {"n_layer": 2}})
+    with pytest.raises(SystemExit, match="another version"):
+        train.load_target(train.find("target"), "cpu")
 
 
-def test_a_drafter_names_its_target(tmp_path):
-    """A drafter of another target, and one of another shape, are refused."""
-    import dflash
-    _, path = written(tmp_path)
-    target, args = train.load_target(path, "cpu"), dflash.Args(block_size=4, ckpt=str(tmp_path / "dflash.pt"))
-    args.name = "dflash"
-    drafter = dflash.Drafter(target.config, args)
-    for named, layers, message in ((target.fingerprint, 3, None), ("0" * 16, 3, "another target"), (target.fingerprint, 2, "settings")):
-        train.save(args.ckpt, {"name": "dflash", "model": drafter.state_dict(), "target": named, "args": {}, "step": 1})
-        args.n_draft_layer = layers
-        if message is None:
-            train.load_drafter(dflash, args, target)
-        else:
-            with pytest.raises(SystemExit, match=message):
-                train.load_drafter(dflash, args, target)
+# ---- GPT-2 weights ----
+@pytest.fixture
+def gpt2(folder, monkeypatch):
+    """Weights as published, 2 layers of width 24, with 3 heads as config.json says; a tokenizer of their size."""
+    torch.save(published(), "tiny.bin")
+    Path("config.json").write_text('{"n_head": 3}', encoding="utf-8")
+    monkeypatch.setattr(train.tiktoken, "get_encoding", lambda name: SimpleNamespace(n_vocab=13))
 
 
-def test_gpt2_files(tmp_path, monkeypatch):
-    """Weights in the published layout; the number of heads is config.json's, and is not guessed."""
-    d, V, w = 128, 257, {}
-    shapes = {"ln_1": (d,), "attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "ln_2": (d,), "mlp.c_fc": (d, 4 * d), "mlp.c_proj": (4 * d, d)}
-    for name, shape in shapes.items():
-        w |= {f"h.0.{name}.weight": torch.randn(shape), f"h.0.{name}.bias": torch.randn(shape[-1])}
-    w |= {"wte.weight": torch.randn(V, d), "wpe.weight": torch.randn(32, d), "ln_f.weight": torch.ones(d), "ln_f.bias": torch.ones(d)}
-    torch.save({"transformer." + k: v for k, v in w.items()}, tmp_path / "weights.bin")
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: ENC)
-    args = train.Args(init=str(tmp_path / "weights.bin"), ckpt=str(tmp_path / "target.pt"))
-    with pytest.raises(SystemExit, match="config.json"):
-        train.init_target(args)
-    (tmp_path / "config.json").write_text('{"n_head": 4}', encoding="utf-8")
-    train.init_target(args)
-    target = train.load_target(args.ckpt, "cpu")
-    assert target.config.n_head == 4 and target.config.gelu and target.config.bias
-    assert torch.equal(target.blocks[0].c_fc.weight, w["h.0.mlp.c_fc.weight"].T)
+def test_init_takes_published_weights(gpt2):
+    """A target of the file's shape, with config.json's heads, which gives the logits that model.load_gpt2 does."""
+    assert run(train, "--device", "cpu", "--init", "tiny.bin")[0] == 0
+    target, idx = train.load_target("out/target.pt", "cpu"), torch.arange(10)[None]
+    assert target.config == model.GPTConfig(10, 13, 2, 3, 24, bias=True, gelu=True)
+    assert target(idx)[0].equal(model.load_gpt2(published(), 3)(idx)[0]) and target.tokenizer == {"name": "gpt2"}
 
 
-# ---- Training ----
-def run_of(tmp_path, steps, resume=False, lr=0.02, stop_after=None, name="mine.pt"):
-    """A tiny training of a toy, by its own train."""
-    import toy
-    _, target = written(tmp_path)
-    (tmp_path / "text.txt").write_text("one two three four five\n" * 200, encoding="utf-8")
-    args = toy.Args(steps=steps, batch_size=2, seq_len=16, lr=lr, target=str(target), ckpt=str(tmp_path / name), resume=resume,
-                    data=str(tmp_path / "text.txt"))
-    args.name = "toy"
-    toy.train(args)
-    return torch.load(args.ckpt, weights_only=True)
+OFFLINE = mock.Mock(side_effect=OSError("no route to host"))
 
 
-def test_resume_goes_on_exactly(tmp_path, monkeypatch):
-    """Interrupted after step 4 and resumed: the weights of a run that was not."""
-    whole = run_of(tmp_path, 9, name="whole.pt")
-    real, handlers = train.signal.signal, []
-    monkeypatch.setattr(train.signal, "signal", lambda which, handler: handlers.append(handler))
-    log = train.Run.log
-    monkeypatch.setattr(train.Run, "log", lambda self, loss: (log(self, loss), handlers[0]() if len(self.losses) == 4 else None))
-    with pytest.raises(SystemExit, match="interrupted after step 4"):
-        run_of(tmp_path, 9)
-    monkeypatch.undo()
-    assert train.signal.signal is real and torch.load(tmp_path / "mine.pt", weights_only=True)["step"] == 4
-    resumed = run_of(tmp_path, 9, resume=True)
-    assert resumed["step"] == 9 and all(torch.equal(resumed["model"][k], w) for k, w in whole["model"].items())
-    with pytest.raises(SystemExit, match="ask for more"):
-        run_of(tmp_path, 9, resume=True)
+@pytest.mark.parametrize("which, damage", [
+    ("tiny.bin", lambda patch: Path("config.json").unlink()),
+    ("tiny.bin", lambda patch: Path("tiny.bin").write_bytes(Path("tiny.bin").read_bytes()[:-1000])),
+    ("tiny.bin", lambda patch: torch.save(dict(list(published().items())[:-1]), "tiny.bin")),
+    ("tiny.bin", lambda patch: torch.save(published(14), "tiny.bin")),
+    ("gpt2", lambda patch: patch.setattr(torch.hub, "load_state_dict_from_url", OFFLINE)),
+    ("tiny.bin", lambda patch: patch.setattr(train.tiktoken, "get_encoding", OFFLINE)),
+], ids=["no config", "cut short", "a tensor less", "other vocabulary", "no network", "no tokenizer"])
+def test_init_refuses_what_is_not_gpt2(gpt2, monkeypatch, which, damage):
+    """In one line, and nothing is written."""
+    damage(monkeypatch)
+    assert re.match(f"--init {which}: |.*TIKTOKEN_CACHE_DIR", refused(train, "--device", "cpu", "--init", which))
+    assert not Path("out").exists()
 
 
-def test_a_loss_that_is_no_number_is_not_saved(tmp_path, monkeypatch):
-    run_of(tmp_path, 3)
-    before = (tmp_path / "mine.pt").read_bytes()
-    monkeypatch.setattr(train.Run, "log", lambda self, loss: self.losses.append(loss.detach() * float("nan")))
-    with pytest.raises(SystemExit, match="smaller --lr"):
-        run_of(tmp_path, 12, resume=True)
-    assert (tmp_path / "mine.pt").read_bytes() == before
+# ---- Runs ----
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_loss_that_is_no_number_is_never_saved(folder, monkeypatch, interrupted):
+    """A step size that blows up ends in one line, and the checkpoint stays as it was; after Ctrl-C as well."""
+    assert run(train, *SMALL, *SHAPE, "--steps", 1)[0] == 0
+    before, batch = Path("out/target.pt").read_bytes(), train.Data.batch
+
+    def then_interrupt(self, step, *how, **named):
+        if interrupted and step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return batch(self, step, *how, **named)
+    monkeypatch.setattr(train.Data, "batch", then_interrupt)
+    line = refused(train, *SMALL, *SHAPE, "--resume", "--steps", 30, "--lr", 1e20)
+    assert re.match("the loss is (nan|inf) at step " + ("4" if interrupted else "10"), line) and "--lr" in line
+    assert Path("out/target.pt").read_bytes() == before
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
-    """torchrun with two gloo processes: the weights of one process on the whole batch, up to rounding."""
-    one = run_of(tmp_path, 3, name="one.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(ROOT / "tests" / "toy.py"),
-               "--train", "--steps", "3", "--batch_size", "2", "--seq_len", "16", "--target", str(tmp_path / "target.pt"),
-               "--ckpt", str(tmp_path / "two.pt"), "--data", str(tmp_path / "text.txt"), "--prompts", "1", "--max_new_tokens", "2"]
-    env = {**train.os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    two = torch.load(tmp_path / "two.pt", weights_only=True)
-    assert all(torch.allclose(two["model"][k], w, atol=1e-4) for k, w in one["model"].items())
+def test_interrupting_saves_and_resuming_goes_on(folder):
+    """Ctrl-C in a real process: one line, a status, a checkpoint of a complete step; --resume alone ends the run."""
+    argv = map(str, [sys.executable, ROOT / "train.py", *SMALL, *SHAPE, "--steps", 100000])
+    process = subprocess.Popen([*argv], env=ENV, stderr=subprocess.PIPE, encoding="utf-8")
+    log = folder / "out" / "target.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text(encoding="utf-8")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    step = train.load("out/target.pt", "target")["step"]
+    assert process.returncode == 1 and "Traceback" not in err and 10 <= step < 100000
+    assert err.splitlines()[-1] == f"interrupted after step {step}; out/target.pt has it: --resume goes on"
+    assert run(train, "--resume", "--steps", step + 2)[0] == 0
+    assert train.load("out/target.pt", "target")["step"] == step + 2
 
 
-# ---- What is shown ----
-def record_of(text, accepted):
-    tokens = ENC.encode_ordinary(text)
-    rounds, at = [], 1
-    while at < len(tokens):
-        kept = min(accepted + 1, len(tokens) - at)
-        rounds.append(verify.Round(accepted, accepted + 1, accepted, kept))
-        at += kept
-    return verify.Record(tokens, rounds)
+def train_both():
+    """A target, and a drafter with a block at every anchor of a sequence, in float32 on every machine."""
+    drafter = ["--train", "--block_size", 4, "--n_anchors", 99, "--n_draft_layer", 1]
+    for module, name, own in ((train, "target", SHAPE), (dflash, "dflash", drafter)):
+        args = train.parse(module.Args, "", name, [str(word) for word in (*SMALL, *own, "--steps", 2)])
+        with mock.patch.object(train.Run, "autocast", lambda run: contextlib.nullcontext()):
+            module.train(args)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the checkpoint is written
 
 
-@pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_marked_text_is_the_decoded_text(accepted):
-    """Characters of several tokens stay whole, drafted and supplied tokens alternating inside them; a cut one is replaced."""
-    for text in ("Gr\u00fc\u00dfe, \u4f60\u597d", "abc"):
-        shown = train.marked(record_of(text, accepted), ENC)
-        assert shown.replace("[", "").replace("]", "") == text and ("[" in shown) == (accepted > 0)
-    cut = record_of("\u4f60\u597d", accepted)
-    cut.tokens.pop()
-    assert train.marked(cut, ENC).replace("[", "").replace("]", "") == "\u4f60\ufffd"
-
-
-def test_draw(capsys):
-    """The accepted path of a tree is marked, depth first."""
-    a, b, c, d = (ENC.encode_ordinary(x)[0] for x in "abcd")
-    draft = [0, a, b, c, d], [-1, 0, 0, 1, 1]
-    train.draw(verify.Record([0, a, d, b], [verify.Round(2, 5, 2, 3, draft)]), ENC)
-    lines = capsys.readouterr().out.splitlines()
-    assert [x for x in lines if "'" in x][-4:] == ["+ 'a'", "    'c'", "  + 'd'", "  'b'"]
-
-
-def test_report(tmp_path):
-    """The numbers are those of the records, greedy equality among them, and they fit into one line of JSON."""
-    import toy
-    _, path = written(tmp_path)
-    target = train.load_target(path, "cpu", torch.float64)
-    args = toy.Args(prompts=2, max_new_tokens=5)
-    args.method = "toy"
-    drafter = toy.Drafter(target.config, args).double()
-    n = train.benchmark(lambda *a, **kw: toy.generate(target, drafter, *a, **kw), args, target, text_data(64))
-    greedy, sampled = n["results"]
-    assert greedy["equal"] == [2, 2] and (greedy["temperature"], sampled["temperature"]) == (0, 1)
-    assert greedy["domains"]["text"]["tau"] >= 1 and "\n" not in json.dumps(n)
+def test_two_processes_train_as_one(folder, monkeypatch):
+    """torchrun with two gloo processes: weights and momenta (mean gradients) of one process on the whole batch."""
+    train_both()
+    shutil.copytree("data", "two/data")
+    monkeypatch.chdir("two")
+    Path("driver.py").write_text("import test_train\ntest_train.train_both()\n", encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py"]
+    done = subprocess.run(command, env=ENV, capture_output=True, encoding="utf-8", timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("target.pt", "dflash.pt"):
+        one, two = tensors(folder / "out" / name), tensors(folder / "two" / "out" / name)
+        assert len(one) == len(two) and all((a - b).norm() <= 1e-3 * a.norm() for a, b in zip(one, two))

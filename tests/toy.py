@@ -1,7 +1,6 @@
-"""The smallest method that reads a feature: from the target's last feature and the token that followed, one token at a time.
+"""The smallest method that reads a feature: a chain, from the target's last feature and the token that followed.
 
-What a fork starts from when no file is near enough. tests/test_fork.py copies it into an empty folder and trains, tests and
-measures it there as the five are.
+What a fork starts from when no file is near enough. tests/test_fork.py uses it so.
 """
 import sys
 from dataclasses import dataclass
