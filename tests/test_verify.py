@@ -397,7 +397,7 @@ def test_passes_and_rows_of_the_methods(target, passes, name, way, temperature, 
 # ---- Rounds, counting, stopping ----
 @pytest.mark.parametrize("wrong, name", [*enumerate(GOOD)][:5])
 def test_every_accept_length(target, wrong, name):
-    """A chain wrong at position j has exactly j tokens accepted in every round; the oracle all 4, and its bonus kept."""
+    """A chain wrong at position j has exactly j tokens accepted in every round; the oracle all 4, and its bonus."""
     record = generate(target, informed(target, name), [1], 16)
     *whole, last = [r.kept for r in record.rounds]
     assert {r[:3] for r in record.rounds} == {(4, 5, wrong)}
