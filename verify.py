@@ -161,7 +161,7 @@ def verify_block(p, tree):
     surplus = (weight[:-1, None] * p[1:-1] - q[1:]).clamp_min(0).sum(-1)  # S_i, 0 < i < γ
     one = torch.ones_like(weight[:1])
     h = torch.cat([surplus, weight[-1:]]), torch.cat([surplus + (1 - weight[:-1]), one])  # S_i / (S_i + 1 - p_i), p_γ
-    n = 1 + torch.where(accepts(*h), tree.topology.node[1:], 0).amax()  # the largest i that accepts
+    n = 1 + F.pad(torch.where(accepts(*h), tree.topology.node[1:], 0), (1, 0)).amax()  # the largest i that accepts
     scale = torch.cat([one, weight[:-1]])[:, None]
     residual = normalize((scale * p[:-1] - q).clamp_min(0), p[:-1])
     return tree.topology.node, n, sample(torch.cat([residual, p[-1:]]).index_select(0, n[None] - 1))[0]
