@@ -264,6 +264,8 @@ class Session:
     """
     chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule
     keep_drafts = False                      # for showing them: costs a synchronisation
+    adaptive = True                          # chains follow the acceptance of the last rounds, on a CPU
+    recent = 8.0                             # tokens accepted per round, a running mean
 
     def __init__(self, target, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), taps=(),
                  nodes=1):
@@ -332,6 +334,14 @@ class Session:
         self.done = end is not None or len(self.record.tokens) >= self.token_budget
         return len(new) - 1, len(kept)
 
+    def shorten(self, tree):
+        """A chain cut to what the last rounds make likely to be accepted: a pass over fewer rows is cheaper. Exact, as
+        the length depends on earlier rounds alone. CUDA graphs have one shape, and keep it."""
+        t, n = tree.topology, 4 + int(2 * self.recent)
+        if not (self.adaptive and t.is_chain and n < t.max_depth and self.device.type == "cpu"):
+            return tree
+        return Tree(tree.tokens[:n + 1], chain(n, self.device), None if tree.q is None else tree.q[:n + 1])
+
     def run(self, draft, verify):
         """Rounds until done: draft() -> Tree (None: plain decoding), verify(tree) commits. Returns the Record.
 
@@ -344,10 +354,11 @@ class Session:
                 if cache.attended < self.length + self.nodes:
                     cache.attend_up_to(self.length + self.nodes)
             if draft:
-                tree = draft()
+                tree = self.shorten(draft())
             verify(tree)
             accepted, kept = self.record_tokens(self.new_tokens.tolist())  # the one synchronisation of a round
             depth, nodes = (tree.topology.max_depth, len(tree.tokens)) if tree else (0, 1)
+            self.recent = max(0.7 * self.recent + 0.3 * accepted, accepted if accepted == depth else 0)
             drafted = (tree.tokens.tolist(), tree.topology.parent.tolist()) if tree and self.keep_drafts else None
             record.rounds.append(Round(depth, nodes, accepted, kept, drafted))
             if self.capture and len(record.rounds) == 2 and not self.done:

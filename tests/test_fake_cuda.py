@@ -153,6 +153,7 @@ def texts(name, way, captured, temperature=0.0, **controls):
     generate = partial(module.generate, target, drafter) if name else partial(verify.autoregressive, target)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(verify.Session, "capture", property(lambda s: captured, lambda s, value: None), raising=False)
+        m.setattr(verify.Session, "adaptive", False)  # as on CUDA
         m.setattr(verify, "capture", partial(capture, replays))
         m.setattr(torch.cuda, "synchronize", lambda: None)
         m.setattr(model.KVCache, "attend_up_to", lambda self, n: attend_up_to(self, self.kv.shape[4]))  # as on CUDA

@@ -553,6 +553,34 @@ def test_drafts_of_the_methods_have_their_law(name, way):
     check_drafts(name, way, 500 if (name, way) in SWITCHED else 50)
 
 
+def test_chains_follow_the_last_rounds(target):
+    """Of twelve tokens hopeless drafts keep four, an oracle all; the length comes from earlier rounds alone."""
+    for rank, least in ((4, 4), (0, 12)):
+        rounds = generate(target, Informed(target, chain(12), ranks=[0] + [rank] * 12), [1], LIMIT).rounds
+        recent = Session.recent
+        for r in rounds:
+            assert r.depth == min(12, 4 + int(2 * recent)) and r.nodes == r.depth + 1
+            recent = max(0.7 * recent + 0.3 * r.accepted, r.accepted if r.accepted == r.depth else 0)
+        assert min(r.depth for r in rounds) == least
+
+
+@pytest.mark.parametrize("recent", [0.0, 1.0])
+def test_law_of_chains_that_follow_the_last_rounds(recent, monkeypatch):
+    """The last three of seven tokens, drafted in chains of eight that are cut, have the target's law (chi-square)."""
+    monkeypatch.setattr(Session, "recent", recent)
+    target = tiny(3, 16, 2, scale=0.35)
+    drafter = Informed(target, chain(8), lambda z: 0.3 * z)
+    law = hp.target_law(target, [1], 7, 1.0).view(3 ** 4, -1).sum(0)
+    torch.manual_seed(0)
+    counts = torch.zeros(27, dtype=torch.float64)
+    for _ in range(600):
+        record = generate(target, drafter, [1], 7, 1.0)
+        a, b, c = record.tokens[4:]
+        counts[9 * a + 3 * b + c] += 1
+        assert record.rounds[0].depth < 8
+    assert hp.p_value(counts, law) > FALSE_ALARM
+
+
 # ---- Wrong methods are noticed ----
 @dataclass
 class CheatArgs(CommonArgs):
