@@ -100,15 +100,19 @@ def equation(r):
 
 def percentage(r):
     """A percentage of a number, by way of one percent."""
-    p, n = r.choice(range(5, 100, 5)), r.randint(1, 30) * 100
-    steps = [f"1 percent of {n} is {n} / 100 = {n // 100}.", f"{p} percent is {p} * {n // 100} = {p * n // 100}."]
-    return f"What is {p} percent of {n}?", steps, p * n // 100
+    p, one = r.choice(range(5, 100, 5)), r.randint(1, 30)
+    parts = [part for part in (p // 10 * 10, p % 10) if part]
+    steps = [f"1 percent of {one * 100} is {one * 100} / 100 = {one}."]
+    steps += [f"{part} percent is {part} * {one} = {part * one}." for part in parts]
+    if len(parts) == 2:
+        steps.append(f"Together, {parts[0] * one} + {parts[1] * one} = {p * one}.")
+    return f"What is {p} percent of {one * 100}?", steps, p * one
 
 
 def sequence(r):
     """A member of an arithmetic sequence, written out one by one."""
     a, d, n = r.randint(1, 30), r.randint(2, 12), r.randint(5, 8)
-    steps = [f"The difference is {d}."]
+    steps = [f"The difference is {a + d} - {a} = {d}."]
     steps += [f"Number {i}: {a + (i - 2) * d} + {d} = {a + (i - 1) * d}." for i in range(4, n + 1)]
     start = f"{a}, {a + d}, {a + 2 * d}"
     return f"A sequence starts {start} and goes on in the same way. What is number {n}?", steps, a + (n - 1) * d
