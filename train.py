@@ -100,13 +100,13 @@ def equation(r):
 
 def percentage(r):
     """A percentage of a number, by way of one percent."""
-    p, one = r.choice(range(5, 100, 5)), r.randint(1, 30)
+    p, n = r.choice(range(5, 100, 5)), r.randint(1, 30)
     parts = [part for part in (p // 10 * 10, p % 10) if part]
-    steps = [f"1 percent of {one * 100} is {one * 100} / 100 = {one}."]
-    steps += [f"{part} percent is {part} * {one} = {part * one}." for part in parts]
+    steps = [f"1 percent of {n}00 is {n}00 / 100 = {n}."]
+    steps += [f"{part} percent is {part} * {n} = {part * n}." for part in parts]
     if len(parts) == 2:
-        steps.append(f"Together, {parts[0] * one} + {parts[1] * one} = {p * one}.")
-    return f"What is {p} percent of {one * 100}?", steps, p * one
+        steps.append(f"Together, {parts[0] * n} + {parts[1] * n} = {p * n}.")
+    return f"What is {p} percent of {n}00?", steps, p * n
 
 
 def sequence(r):
@@ -163,7 +163,7 @@ def prose_of(source):
 
 
 def read_texts(data):
-    """The documents of --data, a text file or a folder of them; a single one is cut in two at 7/8 of its length."""
+    """--data, a text file or a folder of them: every eighth and the last are held out; a single one is cut at 7/8."""
     root = Path(data)
     files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else [root]
     try:
@@ -173,19 +173,17 @@ def read_texts(data):
     texts = [text for text in texts if text.strip()]
     if not texts:
         sys.exit(f"--data {data}: holds no text")
-    cut = len(texts[0]) * 7 // 8
-    return texts if len(texts) > 1 else [texts[0][:cut], texts[0][cut:]]
+    if len(texts) == 1:
+        cut = len(texts[0]) * 7 // 8
+        return {"train": [texts[0][:cut]], "held": [texts[0][cut:]]}
+    return {"train": [t for i, t in enumerate(texts[:-1]) if i % 8 != 7], "held": [*texts[7:-1:8], texts[-1]]}
 
 
 def read_corpus(data=None):
     """{domain: {"train": [document], "held": [document]}}, documents being strings; --data: one domain, "text"."""
-    corpus = defaultdict(lambda: {"train": [], "held": []})
     if data is not None:
-        texts = read_texts(data)
-        for i, text in enumerate(texts):
-            side = "held" if i % 8 == 7 or i == len(texts) - 1 else "train"
-            corpus["text"][side].append(text)
-        return corpus
+        return {"text": read_texts(data)}
+    corpus = defaultdict(lambda: {"train": [], "held": []})
     for side, n in (("train", 60000), ("held", 400)):
         problems = math_texts(n, 1234, side == "held")
         corpus["math"][side] = [question + solution for question, solution, _ in problems]
@@ -310,8 +308,7 @@ class Data:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), for matrices, with decay (Liu et al. 2025).
 
-    torch.optim.Muon always iterates in bfloat16, which a CPU without bf16 units emulates: 9 s for a step that takes
-    0.4 s here, in fp32 and over all matrices of one shape at once.
+    torch.optim.Muon iterates in bfloat16, which a CPU without such units emulates, twenty times slower than fp32.
     """
 
     def __init__(self, params, lr, decay=0.0, momentum=0.95):
@@ -319,31 +316,25 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        group, by_shape = self.param_groups[0], defaultdict(list)
-        for p in group["params"]:
-            if p.grad is not None:
-                by_shape[p.shape].append(p)
-        for (rows, cols), params in by_shape.items():
-            updates = []
-            for p in params:
-                buf = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                buf.lerp_(p.grad, 1 - group["momentum"])
-                updates.append(p.grad.lerp(buf, group["momentum"]))  # Nesterov
-            x = torch.stack(updates)
+        group = self.param_groups[0]
+        for p in [p for p in group["params"] if p.grad is not None]:
+            buf = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            buf.lerp_(p.grad, 1 - group["momentum"])
+            x = p.grad.lerp(buf, group["momentum"])  # Nesterov
+            rows, cols = x.shape
             x = x.mT if rows > cols else x
             x = x.bfloat16() if x.is_cuda else x
-            x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+            x = x / (x.norm() + 1e-7)
             for _ in range(5):  # a quintic whose fixed points lie around 1: all singular values move there
                 a = x @ x.mT
                 x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
             x = x.mT if rows > cols else x
-            for p, update in zip(params, x):
-                p.mul_(1 - group["lr"] * group["decay"])
-                p.add_(update, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+            p.mul_(1 - group["lr"] * group["decay"])
+            p.add_(x, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
 
 
 class Optimizer:
-    """Muon for the matrices inside a network, Adam for everything else (embeddings too); warmup over 4 % of the steps,
+    """Muon for the matrices inside a network, Adam for embeddings and everything else; warmup over 4 % of the steps,
     then linear decay to 10 %."""
 
     def __init__(self, module, lr, steps, decay=0.0):
@@ -351,9 +342,9 @@ class Optimizer:
         self.params, self.steps = list(module.parameters()), steps
         matrices = [p for p in self.params if p.dim() == 2 and p not in tables]
         rest = [p for p in self.params if p.dim() != 2 or p in tables]
-        self.parts = [(Muon(matrices, lr, decay), lr)] if matrices else []
-        if rest:
-            self.parts.append((torch.optim.Adam(rest, lr / 6, betas=(0.9, 0.95)), lr / 6))
+        muon = Muon([{"params": matrices}], lr, decay)  # a group may be empty
+        adam = torch.optim.Adam([{"params": rest}], betas=(0.9, 0.95))
+        self.parts = (muon, lr), (adam, lr / 6)
 
     def step(self, step):
         """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
@@ -495,12 +486,11 @@ def load(path, name):
     return checkpoint
 
 
-def export(source, destination, name):
-    """Copies a checkpoint in half precision and without what only --resume needs."""
-    checkpoint = load(source, name)
-    checkpoint.pop("optimizer", None)
-    checkpoint["model"] = {k: w.half() for k, w in checkpoint["model"].items()}
-    save(destination, checkpoint)
+def load_weights(module, checkpoint, path):
+    try:
+        module.load_state_dict(checkpoint["model"])
+    except RuntimeError:
+        sys.exit(f"{path} has other settings (leave those flags out) or is of another version (train it again)")
 
 
 def load_target(path, device, dtype=torch.float32):
@@ -508,11 +498,8 @@ def load_target(path, device, dtype=torch.float32):
     checkpoint = load(path, "target")
     if checkpoint["step"] < checkpoint["args"].get("steps", 0):
         sys.exit(f"{path} is not trained to the end: python train.py --ckpt {path} --resume finishes it")
-    try:
-        target = model.GPT(model.GPTConfig(**checkpoint["config"]))
-        target.load_state_dict(checkpoint["model"])
-    except (RuntimeError, TypeError):
-        sys.exit(f"{path}: written by another version, whose network was another: train it again")
+    target = model.GPT(model.GPTConfig(**checkpoint["config"]))
+    load_weights(target, checkpoint, path)
     weights = [w.float().numpy().tobytes() for _, w in sorted(target.state_dict().items())]
     target.fingerprint = hashlib.sha256(b"".join(weights)).hexdigest()[:16]
     target.tokenizer = checkpoint["tokenizer"]
@@ -527,26 +514,22 @@ def load_drafter(method, args, target):
         checkpoint = load(path, args.name)
         if checkpoint["target"] != target.fingerprint:
             sys.exit(f"{path} was trained for another target: train it again (--train), or give its --target")
-        try:
-            drafter.load_state_dict(checkpoint["model"])
-        except RuntimeError:
-            sys.exit(f"{path} was trained with other settings: leave those flags out, or train again")
+        load_weights(drafter, checkpoint, path)
     return model.column_major(drafter.to(args.device, getattr(torch, args.dtype)).eval())
 
 
 def init_target(args):
-    """--init: published GPT-2 weights, fetched or from a file with its config.json beside it, as a checkpoint."""
-    heads = {"gpt2": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25}
+    """--init: published GPT-2 weights, a file with its config.json beside it or fetched by name, as a checkpoint."""
     try:
-        if args.init in heads:
-            url = f"https://huggingface.co/openai-community/{args.init}/resolve/main/pytorch_model.bin"
-            name = args.init + ".bin"
-            weights = torch.hub.load_state_dict_from_url(url, "out", file_name=name, weights_only=True)
-            n_head = heads[args.init]
-        else:
+        if Path(args.init).exists():
             weights = torch.load(args.init, map_location="cpu", weights_only=True)
             config = Path(args.init).with_name("config.json").read_text(encoding="utf-8")
             n_head = json.loads(config)["n_head"]
+        else:
+            url = f"https://huggingface.co/openai-community/{args.init}/resolve/main/pytorch_model.bin"
+            name = args.init + ".bin"
+            weights = torch.hub.load_state_dict_from_url(url, "out", file_name=name, weights_only=True)
+            n_head = weights["wte.weight"].shape[1] // 64  # in all four sizes
         target = model.load_gpt2(weights, n_head)
     except Exception as error:  # whatever a network or a foreign file may cause
         sys.exit(f"--init {args.init}: no GPT-2 weights with a config.json beside them, nor fetched ({error!r})")
@@ -559,30 +542,29 @@ def init_target(args):
 
 # ---- Training: what is the same for the target and for every drafter ----
 class Run:
-    """The frame of a training loop: `for step in run` shows progress, logs to a .jsonl beside the checkpoint, saves
-    every minute, at the end and on Ctrl-C, and resumes. Under torchrun every process takes its share of the batch and
-    gradients are averaged (DistributedDataParallel); rank 0 logs and saves.
+    """The frame of a training loop: `for step in run` shows progress, saves every minute, at the end and on Ctrl-C, and
+    resumes. Under torchrun every process takes its share of the batch, and gradients are averaged; rank 0 saves.
 
-    extra: what the checkpoint holds beside the weights. probe(): {name: figure}, once a minute.
+    extra: what the checkpoint holds beside weights and curve, [step, seconds, mean loss] of every ten steps.
     """
 
-    def __init__(self, args, module, optimizer, extra, probe=dict):
-        self.args, self.module, self.optimizer, self.extra, self.probe = args, module, optimizer, extra, probe
-        self.path, self.first, self.losses = Path(args.ckpt or f"out/{args.name}.pt"), 0, []
-        if "target" in extra and self.path.resolve() == Path(args.target or find("target")).resolve():
-            sys.exit(f"{self.path} is the target: a drafter's --ckpt would overwrite it")
+    def __init__(self, args, module, optimizer, extra):
+        self.args, self.module, self.optimizer, self.extra = args, module, optimizer, extra
+        self.path, self.first = Path(args.ckpt or f"out/{args.name}.pt"), 0
+        self.losses, self.curve = [], []
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            sys.exit(f"{self.path} could not be written: {error.strerror}; give another --ckpt")
+        found = load(self.path, args.name) if args.resume or self.path.exists() else {}  # never over a foreign file
         if args.resume:
-            checkpoint = load(self.path, args.name)
-            self.first = checkpoint["step"]
+            self.first, self.curve = found["step"], found.get("curve", [])
             if self.first >= args.steps:
                 sys.exit(f"--resume: {self.path} has its {self.first} steps already; ask for more with --steps")
-            if checkpoint.get("target") != extra.get("target") or "optimizer" not in checkpoint:
+            if found.get("target") != extra.get("target") or "optimizer" not in found:
                 sys.exit(f"--resume: {self.path} is for another target, or holds the weights alone")
-            try:
-                module.load_state_dict(checkpoint["model"])
-                optimizer.load_state_dict(checkpoint["optimizer"])
-            except (RuntimeError, ValueError):
-                sys.exit(f"--resume: {self.path} was trained with other settings: leave those flags out")
+            load_weights(module, found, self.path)
+            optimizer.load_state_dict(found["optimizer"])
         self.rank, self.world = start_processes(args)
         self.parallel = torch.nn.parallel.DistributedDataParallel(module) if self.world > 1 else module
 
@@ -603,34 +585,29 @@ class Run:
     def save(self, step):
         if self.rank == 0:
             save(self.path, {**self.extra, "name": self.args.name, "model": self.module.state_dict(), "step": step,
-                             "optimizer": self.optimizer.state_dict(), "args": vars(self.args)})
+                             "optimizer": self.optimizer.state_dict(), "args": vars(self.args), "curve": self.curve})
 
     def __iter__(self):
-        args, stop, saved, began = self.args, [], time.time(), time.time()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        args, stop, began, saved = self.args, [], time.time(), time.time()
+        before = self.curve[-1][1] if self.curve else 0
         signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # acted on between two complete steps
         steps = range(self.first, args.steps)
         bar = tqdm(steps, f"training {args.name}", args.steps, initial=self.first, disable=self.rank > 0)
-        log = open(self.path.with_suffix(".jsonl"), "a", encoding="utf-8")  # noqa: SIM115
         for step in bar:
             torch.manual_seed(zlib.crc32(f"{args.seed} {step} {self.rank}".encode()))  # --resume draws the same
             yield step
-            done, figures = step + 1, {}
-            minute = time.time() - saved > 60
-            if done % 10 == 0 or minute or stop or done == args.steps:
-                figures["loss"] = torch.stack(self.losses).mean().item()
+            done, now = step + 1, time.time()
+            due = stop or done == args.steps or now - saved > 60
+            if due or done % 10 == 0:
+                loss = torch.stack(self.losses).mean().item()
                 self.losses.clear()
-                if not math.isfinite(figures["loss"]):  # the checkpoint stays the last good one
-                    sys.exit(f"the loss is {figures['loss']} at step {done}: try a smaller --lr")
-                if minute:
-                    figures |= self.probe()
-                    saved = time.time()
-                bar.set_postfix({k: f"{v:.3f}" for k, v in figures.items()}, refresh=False)
-                if self.rank == 0:
-                    log.write(json.dumps({"step": done, "seconds": round(time.time() - began, 1), **figures}) + "\n")
-                    log.flush()
-            if minute or stop or done == args.steps:
+                if not math.isfinite(loss):  # the checkpoint stays the last good one
+                    sys.exit(f"the loss is {loss} at step {done}: try a smaller --lr")
+                self.curve.append([done, before + now - began, loss])
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            if due:
                 self.save(done)
+                saved = now
             if stop and done < args.steps:
                 sys.exit(f"\ninterrupted after step {done}; {self.path} has it: --resume goes on")
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -678,8 +655,7 @@ def train(args):
     config = model.GPTConfig(args.seq_len, data.enc.n_vocab, args.n_layer, args.n_head, args.n_embd)
     target = model.GPT(config).to(args.device)
     optimizer = Optimizer(target, args.lr, args.steps, decay=0.1)
-    run = Run(args, target, optimizer, {"config": asdict(config), "tokenizer": tokenizer},
-              partial(held_out_loss, target, data, 4))
+    run = Run(args, target, optimizer, {"config": asdict(config), "tokenizer": tokenizer})
     for step in run:
         idx = run.batch(data, step)
         with run.autocast():
@@ -794,7 +770,9 @@ def launch(method):
 
 def main():
     args = parse(Args, __doc__, "target")
-    args.ckpt = args.ckpt or args.target or "out/target.pt"
+    args.ckpt = args.ckpt or "out/target.pt"
+    if args.target:
+        sys.exit("--target is for drafters: the target that is trained here is --ckpt")
     if args.init:
         init_target(args)
     elif Path(args.ckpt).exists() and not args.train:

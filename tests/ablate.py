@@ -101,7 +101,7 @@ def row(label, method, what, target, data, options):
                 numbers = [n[key] for n in found]
                 mean = sum(numbers) / len(numbers)
                 cells.append(" / ".join(f"{n:.2f}" for n in numbers) + f", **{mean:.2f}**")
-    return [*cells, compare.training_minutes(ckpt)]
+    return [*cells, compare.training_minutes(module, ckpt)]
 
 
 def main():

@@ -65,17 +65,9 @@ def open_target(path, data):
     return target, train.Data(train.read_corpus(data), enc, min(256, target.config.max_seq_len))
 
 
-def training_minutes(ckpt):
-    """By the log beside a checkpoint, "–" where there is none. Runs append to it: a first step starts over, and a
-    resumed run counts its seconds from 0 again."""
-    log = Path(ckpt).with_suffix(".jsonl")
-    if not log.exists():
-        return "–"
-    total = last = 0.0
-    for row in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
-        total += last if row["seconds"] < last else 0
-        total, last = total if row["step"] > 10 else 0.0, row["seconds"]
-    return f"{(total + last) / 60:.1f}"
+def training_minutes(module, ckpt):
+    """By the checkpoint's curve; "–" without training."""
+    return f"{train.load(ckpt, module.Drafter.name)['curve'][-1][1] / 60:.1f}" if hasattr(module, "train") else "–"
 
 
 # ---- Measurements ----
@@ -283,7 +275,7 @@ def main():
         name = module.__name__
         generates[name] = partial(module.generate, target, drafter)
         methods[name] = {"parameters": sum(p.numel() for p in drafter.parameters()),
-                         "minutes": training_minutes(ckpt) if hasattr(module, "train") else "–"}
+                         "minutes": training_minutes(module, ckpt)}
     if options.figure:
         write(ROOT / ".github" / "rounds.svg", picture(generates, target, data))
         return

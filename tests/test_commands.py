@@ -31,8 +31,7 @@ def world(tmp_path_factory):
     for argv in (["--steps", 40], ["--steps", 1, "--seed", 9, "--ckpt", "other.pt"]):
         status, _, err = run(train, *SMALL, *SHAPE, *argv)
         assert status == 0, err
-    log = Path("out/target.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [json.loads(line)["loss"] for line in log]
+    losses = [loss for _, _, loss in train.load("out/target.pt", "target")["curve"]]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.3  # it learns
     for name in FIVE:
         reports[name] = run(importlib.import_module(name), *DRAFT, "--json")
@@ -150,6 +149,8 @@ VALUES = ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "top_k=0"
 DATA = [("nowhere", "No such file"), ("empty.txt", "no text"), ("notes.txt", "give more text")]
 REFUSED = [("dflash", *case) for case in REFUSED + [([f"--{value}"], f"--{value.split('=')[0]}") for value in VALUES]]
 REFUSED += [("train", [*SMALL, *SHAPE, "--ckpt", "new.pt", "--data", data], line) for data, line in DATA]
+REFUSED += [("train", [*SMALL, *SHAPE, "--train", "--ckpt", "notes.txt"], "notes.txt: not a checkpoint"),
+            ("train", [*SMALL, *SHAPE, "--target", "new.pt"], "--target is for drafters")]
 
 
 @pytest.mark.parametrize("name, argv, line", [*REFUSED, ("train", SMALL, "out/target.pt is there already")])
