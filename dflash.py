@@ -168,7 +168,7 @@ class Drafter(nn.Module):
         c, B, device = self.config, self.args.block_size, session.device
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.chain = chain(B - 1, device)
+        self.session = session
         self.block_mask = torch.zeros(1, B, device=device, dtype=self.cache.kv.dtype)
 
     def absorb(self, new):
@@ -194,14 +194,15 @@ class Drafter(nn.Module):
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
-        h = self.norm(x[0, 1:])
-        logits = target.head(h)  # (B-1, V)
+        n = self.session.chain_length(self.args.block_size - 1)  # Departure: published is the whole block.
+        h = self.norm(x[0, 1:n + 1])
+        logits = target.head(h)  # (n, V)
         if self.args.tree:
             return self.best_first(anchor, logits)
         if probs is None or self.args.argmax:
-            return Tree(torch.cat([anchor, logits.argmax(-1)]), self.chain)
+            return Tree(torch.cat([anchor, logits.argmax(-1)]), chain(n, anchor.device))
         q = probs(logits)
-        return Tree(torch.cat([anchor, sample(q)]), self.chain, F.pad(q, (0, 0, 0, 1)))
+        return Tree(torch.cat([anchor, sample(q)]), chain(n, anchor.device), F.pad(q, (0, 0, 0, 1)))
 
     def best_first(self, anchor, logits):
         """DDTree: the likeliest prefixes under the product of the slots' q, with a heap: pop the best node, push its

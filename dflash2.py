@@ -220,7 +220,7 @@ class Drafter(nn.Module):
         self.T = max(session.temperature, 1e-30)
         self.cache = session.new_cache(len(self.layers), c.n_head, c.n_embd // c.n_head)
         self.table = self.angles(self.cache.index)
-        self.chain = chain(B - 1, device)
+        self.session = session
         self.block_mask = torch.zeros(1, B, device=device, dtype=self.cache.kv.dtype)
 
     def absorb(self, new):
@@ -246,32 +246,33 @@ class Drafter(nn.Module):
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
-        h = self.norm(x[0, 1:])
-        logits = target.head(h)  # (B-1, V)
+        n = self.session.chain_length(self.args.block_size - 1)  # Departure: published is the whole block.
+        h = self.norm(x[0, 1:n + 1])
+        logits = target.head(h)  # (n, V)
         U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
         if probs is None or self.args.argmax:
             before = torch.cat([anchor.expand(1, U.shape[1]), candidates[:-1]])
             S = U[:, None] + self.pair_scores(h, candidates, before)
             tokens = candidates.gather(1, self.walk(S.argmax(-1))[1:, None])[:, 0]
-            return Tree(torch.cat([anchor, tokens]), self.chain)
+            return Tree(torch.cat([anchor, tokens]), chain(n, anchor.device))
         # Departure: published are candidates alone, which loses what p holds outside them. Here the selector rescores
         # the candidates, other tokens keep their probability, and one of them, drawn once per slot, stands for all.
         q = probs(logits)
         rest = q.scatter(1, candidates, 0)
         others = normalize(rest, q)
-        tokens = torch.cat([candidates, sample(others)[:, None]], 1)  # (B-1, K+1)
+        tokens = torch.cat([candidates, sample(others)[:, None]], 1)  # (n, K+1)
         before = torch.cat([anchor.expand(1, tokens.shape[1]), tokens[:-1]])
         S = F.pad(self.pair_scores(h, candidates, before) / self.T, (0, 1))
         prior = torch.cat([q.gather(1, candidates), rest.sum(1, True)], 1)
-        w = (prior.log()[:, None] + S).softmax(-1)  # (B-1, K+1, K+1)
+        w = (prior.log()[:, None] + S).softmax(-1)  # (n, K+1, K+1)
         row = self.walk(sample(w))
         w = w[self.cache.index[:len(w)], row[:-1]]  # given the path
         q = (others * w[:, -1:]).scatter(1, candidates, w[:, :-1])
         tokens = tokens.gather(1, row[1:, None])[:, 0]
-        return Tree(torch.cat([anchor, tokens]), self.chain, F.pad(q, (0, 0, 0, 1)))
+        return Tree(torch.cat([anchor, tokens]), chain(n, anchor.device), F.pad(q, (0, 0, 0, 1)))
 
     def walk(self, next_row):
-        """The rows (B,) on the way from the anchor: next_row (B-1, rows), in every slot, given the row before."""
+        """The rows (n+1,) on the way from the anchor: next_row (n, rows), in every slot, given the row before."""
         rows = [self.cache.index[:1]]
         for slot in next_row:
             rows.append(slot.index_select(0, rows[-1]))

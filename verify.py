@@ -264,7 +264,7 @@ class Session:
     """
     chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule
     keep_drafts = False                      # for showing them: costs a synchronisation
-    adaptive = True                          # chains follow the acceptance of the last rounds, on a CPU
+    adaptive = True                          # chain_length follows the last rounds, on a CPU
     recent = 8.0                             # tokens accepted per round, a running mean
 
     def __init__(self, target, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), taps=(),
@@ -334,13 +334,10 @@ class Session:
         self.done = end is not None or len(self.record.tokens) >= self.token_budget
         return len(new) - 1, len(kept)
 
-    def shorten(self, tree):
-        """A chain cut to what the last rounds make likely to be accepted: a pass over fewer rows is cheaper. Exact, as
-        the length depends on earlier rounds alone. CUDA graphs have one shape, and keep it."""
-        t, n = tree.topology, 4 + int(2 * self.recent)
-        if not (self.adaptive and t.is_chain and n < t.max_depth and self.device.type == "cpu"):
-            return tree
-        return Tree(tree.tokens[:n + 1], chain(n, self.device), None if tree.q is None else tree.q[:n + 1])
+    def chain_length(self, most):
+        """How many of `most` tokens to draft in a chain: about twice what the last rounds accepted, as a pass over
+        fewer rows is cheaper. Exact, since it depends on earlier rounds alone. A CUDA graph has one shape: most."""
+        return min(most, 2 + int(2 * self.recent)) if self.adaptive and self.device.type == "cpu" else most
 
     def run(self, draft, verify):
         """Rounds until done: draft() -> Tree (None: plain decoding), verify(tree) commits. Returns the Record.
@@ -354,7 +351,7 @@ class Session:
                 if cache.attended < self.length + self.nodes:
                     cache.attend_up_to(self.length + self.nodes)
             if draft:
-                tree = self.shorten(draft())
+                tree = draft()
             verify(tree)
             accepted, kept = self.record_tokens(self.new_tokens.tolist())  # the one synchronisation of a round
             depth, nodes = (tree.topology.max_depth, len(tree.tokens)) if tree else (0, 1)

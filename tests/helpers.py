@@ -164,7 +164,7 @@ class Informed:
         self.taps, self.nodes, self.memory = list(range(target.config.n_layer + 1)), len(t.parent), {}
 
     def reset(self, session):
-        self.text, self.h = [], []
+        self.text, self.h, self.session = [], [], session
 
     def absorb(self, target, new):
         n = new.n.item()
@@ -179,8 +179,9 @@ class Informed:
         return self.memory[text]
 
     def draft(self, target, anchor, probs=None):
-        t, parent, path = self.t, self.t.parent.tolist(), [(*self.text, *anchor.tolist())]
-        q = torch.zeros(self.nodes, target.config.vocab_size, dtype=torch.float64)
+        t = verify.chain(self.session.chain_length(self.t.max_depth)) if self.t.is_chain else self.t
+        parent, path = t.parent.tolist(), [(*self.text, *anchor.tolist())]
+        q = torch.zeros(len(parent), target.config.vocab_size, dtype=torch.float64)
         for i, a in list(enumerate(parent))[1:]:
             z = self.skew(self.z(path[a]))
             order = z.argsort(descending=True).tolist()

@@ -30,13 +30,13 @@ class Drafter(torch.nn.Module):
         n = new.n.item()
         self.text = self.text[:new.start.item()] + new.tokens[:n + 1].tolist()
 
-    def draft(self):
-        """Chosen tokens, so there is no q; where nothing is found, an empty draft."""
+    def draft(self, n):
+        """At most n tokens, chosen, so there is no q; where nothing is found, an empty draft."""
         text = list(self.text)
         for length in range(min(self.args.ngram, len(text) - 1), 0, -1):
             for at in range(len(text) - length - 1, -1, -1):
                 if text[at:at + length] == text[-length:]:
-                    for i in range(self.args.n_draft):
+                    for i in range(n):
                         text.append(text[at + length + i])
                     return text[len(self.text) - 1:]
         return text[-1:]
@@ -50,7 +50,7 @@ def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=Non
     drafter.absorb(s.committed)
 
     def draft():
-        tokens = drafter.draft()
+        tokens = drafter.draft(s.chain_length(drafter.args.n_draft))
         return Tree(torch.tensor(tokens, device=s.device), chain(len(tokens) - 1, s.device))
 
     def verify(tree):
