@@ -1,0 +1,50 @@
+"""The weights that travel with the repository: what they draft is recorded, so that a change that costs acceptance is
+seen without training anything; and their law."""
+import importlib
+from functools import partial
+
+import compare
+import pytest
+import torch
+
+import train
+import verify
+
+PROMPTS = [question for question, _, _ in train.math_texts(2, 99, True)] + [
+    'def area(width, height):\n    """', "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def ",
+    "Return the number of ", "This module provides a class that reads files and "]
+# τ of six greedy texts of 64 tokens, by method.
+GOLDEN = {"eagle1": 4.20, "eagle2": 4.25, "eagle3": 3.78, "dflash": 2.42, "dflash2": 2.57}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return train.load_target(compare.ROOT / "weights" / "target.pt", "cpu", torch.float64)
+
+
+@pytest.fixture(params=GOLDEN)
+def method(request, target):
+    """(its name, generate with the shipped drafter)."""
+    module = importlib.import_module(request.param)
+    path = str(compare.ROOT / "weights" / f"{module.Drafter.name}.pt")
+    drafter, _ = compare.load_drafter(module, target, ckpt=path)
+    return request.param, partial(module.generate, target, drafter.double())
+
+
+def test_tau_is_the_recorded_one(target, method):
+    """To 2 %; in float64 greedy text equals plain decoding."""
+    (name, generate), enc = method, train.encoding(target.tokenizer)
+    rounds = []
+    for prompt in PROMPTS:
+        tokens = enc.encode_ordinary(prompt)
+        record = generate(tokens, 64)
+        assert record.tokens == verify.autoregressive(target, tokens, 64).tokens
+        rounds += record.rounds
+    assert sum(r.kept for r in rounds) / len(rounds) == pytest.approx(GOLDEN[name], rel=0.02)
+
+
+def test_law_of_the_shipped_drafters(target, method):
+    """Four tokens at T = 1, each among the three likeliest: a chi-square test of 200 texts against their exact law."""
+    prompt = train.encoding(target.tokenizer).encode_ordinary(PROMPTS[4])
+    law = compare.exact_law(target, prompt)
+    assert compare.law_test(method[1], prompt, law, 200) > 1e-6  # the rate of false alarms
