@@ -38,8 +38,7 @@ from model import causal, init_weights, rope_angles, rotate
 from train import CommonArgs, Optimizer, Run, arg, get_target, launch, number
 from verify import Session, Topology, Tree, siblings
 
-ALPHA = 0.8   # share of drawn children that are accepted, roughly
-GREEDY = 2.5  # departure: sharper confidences at T = 0, where the likeliest child is taken more often
+ALPHA = 0.8  # share of drawn children that are accepted, roughly
 
 
 @dataclass
@@ -135,7 +134,6 @@ class Drafter(nn.Module):
         self.self_mask = torch.full((m, m), -math.inf, **like).fill_diagonal_(0)
         self.drawn = self.args.drawn if session.temperature else 0
         self.first = self.cache.index[:self.drawn]
-        self.sharpness = 1.0 if session.temperature else GREEDY
 
     def cached(self, slots, visible):
         """Attention of rows written to the cache at slots (T,); visible (T, R): of the R rows behind cache.pos."""
@@ -199,9 +197,7 @@ class Drafter(nn.Module):
 
     def confidence(self, logits, q):
         """log c of every token (m, V): how often it is accepted; beside a drawn child, tried where that is not."""
-        if self.drawn:
-            return q.log() + math.log(1 - ALPHA)
-        return (self.sharpness * logits.float()).log_softmax(-1)
+        return q.log() + math.log(1 - ALPHA) if self.drawn else logits.float().log_softmax(-1)
 
     def rerank(self, tokens, parent, v, expanded, q):
         """The tree of the N candidates with the best V; of equal ones the first, so that a parent precedes."""

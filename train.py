@@ -25,16 +25,17 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiktoken._educational import bpe_train
 from tqdm import tqdm
 
 import model
@@ -49,22 +50,18 @@ THINGS = "apples books coins pencils stamps marbles cards shells stickers ticket
 
 
 def story(r):
-    """Gains, losses and multiples of a number of things."""
+    """Gains and losses of a number of things."""
     name, thing, n = r.choice(NAMES), r.choice(THINGS), r.randint(5, 30)
-    text, steps = [f"{name} has {n} {thing}."], []
+    text, steps = f"{name} has {n} {thing}.", []
     for _ in range(r.randint(2, 3)):
-        k, what = r.randint(2, 12), r.choice(("buys", "finds", "gives away", "loses", "times"))
-        if what == "times" and n < 40:
-            k = r.randint(2, 3)
-            text.append(f"Then the number of {thing} grows to {k} times as many.")
-            sign, after = "*", n * k
-        else:
-            less = what in ("gives away", "loses") and k <= n
-            text.append(f"Then {name} {what if less or what in ('buys', 'finds') else 'gets'} {k} {thing}.")
-            sign, after = ("-", n - k) if less else ("+", n + k)
+        k, verb = r.randint(2, 12), r.choice(("buys", "finds", "gives away", "loses"))
+        if k > n:
+            verb = "buys"
+        sign, after = ("+", n + k) if verb in ("buys", "finds") else ("-", n - k)
+        text += f" Then {name} {verb} {k} {thing}."
         steps.append(f"{n} {sign} {k} = {after}, so {name} now has {after} {thing}.")
         n = after
-    return " ".join(text) + f" How many {thing} does {name} have now?", steps, n
+    return f"{text} How many {thing} does {name} have now?", steps, n
 
 
 def addition(r):
@@ -163,20 +160,16 @@ def prose_of(source):
 
 
 def read_texts(data):
-    """--data, a text file or a folder of them: every eighth and the last are held out; a single one is cut at 7/8."""
+    """--data, a text file or a folder of them; the last eighth of every file is held out."""
     root = Path(data)
     files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else [root]
     try:
         texts = [f.read_text(encoding="utf-8", errors="replace") for f in files]
     except OSError as error:
         sys.exit(f"--data {data}: {error.strerror}")
-    texts = [text for text in texts if text.strip()]
-    if not texts:
+    if not any(text.strip() for text in texts):
         sys.exit(f"--data {data}: holds no text")
-    if len(texts) == 1:
-        cut = len(texts[0]) * 7 // 8
-        return {"train": [texts[0][:cut]], "held": [texts[0][cut:]]}
-    return {"train": [t for i, t in enumerate(texts[:-1]) if i % 8 != 7], "held": [*texts[7:-1:8], texts[-1]]}
+    return {"train": [t[:len(t) * 7 // 8] for t in texts], "held": [t[len(t) * 7 // 8:] for t in texts]}
 
 
 def read_corpus(data=None):
@@ -206,35 +199,21 @@ def read_corpus(data=None):
     return corpus
 
 
-# ---- Tokenizer: byte-level BPE (Sennrich et al. 2016; GPT-2's bytes), trained here, run by tiktoken ----
+# ---- Tokenizer: byte-level BPE (Sennrich et al. 2016; GPT-2's bytes), trained and run by tiktoken ----
 # Words with their space, single digits, punctuation, white space.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 
 
-def train_bpe(text, vocab_size):
-    """Merges the most frequent pair, again and again. -> {bytes: rank}, vocab_size - 1 of them (the last id is END), or
-    fewer where the text has no more pairs."""
-    words = Counter(re.findall(PATTERN, text))
-    words = {tuple(bytes([b]) for b in w.encode()): n for w, n in words.items()}
-    ranks = {bytes([b]): b for b in range(256)}
-    for _ in tqdm(range(vocab_size - 257), "training the tokenizer", leave=False):
-        pairs = Counter()
-        for word, n in words.items():
-            for pair in pairwise(word):
-                pairs[pair] += n
-        if not pairs:
-            break
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merged = b"".join(best)
-        ranks[merged] = len(ranks)
-        for word in [w for w in words if best in pairwise(w)]:
-            parts, i = [], 0
-            while i < len(word):
-                hit = word[i:i + 2] == best
-                parts.append(merged if hit else word[i])
-                i += 1 + hit
-            words[tuple(parts)] = words.pop(word)
-    return ranks
+def train_tokenizer(corpus, vocab_size):
+    """A tokenizer as it stands in a checkpoint, of a sample of every domain; the last id is END."""
+    print("training the tokenizer (a minute)", file=sys.stderr)
+    shuffled = (random.Random(0).sample(c["train"], len(c["train"])) for c in corpus.values())
+    sample = "".join("".join(documents)[:100_000] for documents in shuffled)
+    try:
+        ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
+    except ValueError:  # no two tokens stand side by side any more
+        sys.exit(f"the text is too short for --vocab_size {vocab_size}: give more text, or a smaller one")
+    return {"ranks": [piece.decode("latin-1") for piece in ranks]}
 
 
 def encoding(tokenizer):
@@ -261,16 +240,15 @@ class Data:
     def __init__(self, corpus, enc, seq_len):
         self.enc, self.seq_len, self.domains = enc, seq_len, list(corpus)
         self.tokens, self.starts = {}, {}
-        newline = [b"\n" in enc.decode_single_token_bytes(i) for i in range(enc.n_vocab - 1)]
-        newline = torch.tensor([*newline, True])
+        newline = torch.tensor([b"\n" in enc.decode_single_token_bytes(i) for i in range(enc.n_vocab)])
         for domain in tqdm(corpus, "encoding", leave=False):
             for side, documents in corpus[domain].items():
                 t = torch.tensor([token for text in documents for token in self.encode(text)])
                 if len(t) <= seq_len:
                     sys.exit(f"{domain}: {len(t)} {side} tokens are fewer than one sequence of --seq_len {seq_len}: "
                              "give more text, or a smaller --seq_len")
-                is_start = t == enc.eot_token if domain == "math" else newline[t]
-                start = F.pad(is_start.nonzero()[:, 0] + 1, (1, 0))
+                is_end = (t == enc.eot_token) | (newline[t] & (domain != "math"))
+                start = F.pad(is_end.nonzero()[:, 0] + 1, (1, 0))
                 self.tokens[domain, side] = t
                 self.starts[domain, side] = start[start < len(t) - seq_len]
 
@@ -380,15 +358,6 @@ def number(kind, low, high=math.inf):
     return parse
 
 
-def device(text):
-    """A type for argparse: a device that is there."""
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from None
-    return text
-
-
 @dataclass
 class CommonArgs:
     train: bool = arg(False, "train, then report")
@@ -397,7 +366,7 @@ class CommonArgs:
     json: bool = arg(False, "end with the report as one line of JSON")
     verbose: bool = arg(False, "draw every round: what was drafted, accepted, supplied")
     seed: int = arg(0, "of all random numbers", number(int, 0, 2**60))
-    device: str = arg("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1 ...", device)
+    device: str = arg("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1 ...")
     dtype: str = arg("bfloat16" if torch.cuda.is_available() else "float32", "of inference",
                      choices=("float32", "bfloat16", "float64"))
     target: str = arg(None, "checkpoint of the target, if not target.pt in out/ or weights/")
@@ -444,6 +413,10 @@ def parse(Args, doc, name, argv=None):
         args = parser.parse_args(argv)
     if args.prompt == "":
         parser.error("--prompt is empty: give at least one character")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
     if args.device.startswith("cuda"):
         index = torch.device(args.device).index
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if index is None else index)
@@ -520,15 +493,13 @@ def load_drafter(method, args, target):
 
 def init_target(args):
     """--init: published GPT-2 weights, a file with its config.json beside it or fetched by name, as a checkpoint."""
+    file, url = Path(args.init), f"https://huggingface.co/openai-community/{args.init}/resolve/main/pytorch_model.bin"
     try:
-        if Path(args.init).exists():
-            weights = torch.load(args.init, map_location="cpu", weights_only=True)
-            config = Path(args.init).with_name("config.json").read_text(encoding="utf-8")
-            n_head = json.loads(config)["n_head"]
+        if file.exists():
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+            n_head = json.loads(file.with_name("config.json").read_text(encoding="utf-8"))["n_head"]
         else:
-            url = f"https://huggingface.co/openai-community/{args.init}/resolve/main/pytorch_model.bin"
-            name = args.init + ".bin"
-            weights = torch.hub.load_state_dict_from_url(url, "out", file_name=name, weights_only=True)
+            weights = torch.hub.load_state_dict_from_url(url, "out", file_name=f"{file}.bin", weights_only=True)
             n_head = weights["wte.weight"].shape[1] // 64  # in all four sizes
         target = model.load_gpt2(weights, n_head)
     except Exception as error:  # whatever a network or a foreign file may cause
@@ -629,27 +600,10 @@ def get_target(args):
     return target, Data(read_corpus(args.data), encoding(target.tokenizer), args.seq_len)
 
 
-@torch.no_grad()
-def held_out_loss(target, data, n=16):
-    """{domain: nats per token} over n held-out sequences each."""
-    losses = {}
-    for domain in data.domains:
-        idx = data.batch(0, n, seed=1, side="held", domain=domain).to(target.wte.weight.device)
-        loss = [F.cross_entropy(target(row[None, :-1])[0][0], row[1:]) for row in idx]
-        losses[domain] = torch.stack(loss).mean().item()
-    return losses
-
-
 def train(args):
     """Trains the target on all domains; cross-entropy of the next token."""
     corpus = read_corpus(args.data)
-    if args.resume:
-        tokenizer = load(args.ckpt, "target")["tokenizer"]
-    else:
-        shuffled = (random.Random(0).sample(c["train"], len(c["train"])) for c in corpus.values())
-        text = "".join("".join(documents)[:1_000_000] for documents in shuffled)
-        ranks = train_bpe(text, args.vocab_size)
-        tokenizer = {"ranks": [piece.decode("latin-1") for piece in ranks]}
+    tokenizer = load(args.ckpt, "target")["tokenizer"] if args.resume else train_tokenizer(corpus, args.vocab_size)
     data = Data(corpus, encoding(tokenizer), args.seq_len)
     torch.manual_seed(args.seed)
     config = model.GPTConfig(args.seq_len, data.enc.n_vocab, args.n_layer, args.n_head, args.n_embd)
@@ -664,8 +618,11 @@ def train(args):
         loss.backward()
         optimizer.step(step)
         run.log(loss)
-    losses = held_out_loss(target, data).items()
-    print("held-out nats per token: " + ", ".join(f"{domain} {loss:.3f}" for domain, loss in losses))
+    for domain in data.domains:
+        idx = data.batch(0, 16, seed=1, side="held", domain=domain).to(args.device)
+        with torch.no_grad():
+            loss = F.cross_entropy(target(idx[:, :-1])[0].flatten(0, 1), idx[:, 1:].flatten())
+        print(f"held-out {domain}: {loss:.3f} nats per token")
 
 
 # ---- What `python METHOD.py` does around the method's own train and generate ----
@@ -684,19 +641,17 @@ def marked(record, enc):
 
 def draw(record, enc):
     """Every round on its own: the drafted tree, depth first, its accepted path marked +, and what was supplied."""
+    def draw_children(node, depth, accepted):
+        for child in [i for i, parent in enumerate(parents) if parent == node]:
+            hit = depth < len(accepted) and accepted[depth] == tokens[child]
+            print("  " * depth + ("+ " if hit else "  ") + repr(enc.decode([tokens[child]])))
+            draw_children(child, depth + 1, accepted if hit else [])
+
     at = 1
     for r in record.rounds:
-        tokens, parents = r.draft
-        new, at = record.tokens[at:at + r.kept], at + r.kept
+        (tokens, parents), new, at = r.draft, record.tokens[at:at + r.kept], at + r.kept
         print(f"\n{len(tokens) - 1} drafted, {r.accepted} accepted, supplied: {enc.decode(new[r.accepted:])!r}")
-        stack = [(0, -1, True)]
-        while stack:
-            node, depth, on_path = stack.pop()
-            if node:
-                on_path = on_path and depth < min(r.accepted, r.kept) and tokens[node] == new[depth]
-                print("  " * depth + ("+ " if on_path else "  ") + repr(enc.decode([tokens[node]])))
-            children = [i for i in range(node + 1, len(tokens)) if parents[i] == node]
-            stack += [(i, depth + 1, on_path) for i in reversed(children)]
+        draw_children(0, 0, new[:r.accepted])
 
 
 def show(generate, args, target, enc):

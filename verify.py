@@ -435,25 +435,24 @@ def measure(target, generate, prompts, max_new_tokens, *sampling, seed=0):
 
 
 # ---- The demonstration ----
-def main(n_pairs=20, n=4000, k=3):
+def main(n=4000, k=3):
     torch.manual_seed(0)
-    parent, node = torch.tensor([-1] + [0] * k), torch.arange(k + 1)
-    ways = ("top-k", 0, 0), ("first drawn, then top-(k-1)", 1, 1), ("all drawn, without replacement", k, k)
-    print(f"One node, V = 6, k = {k} children; {n_pairs} pairs (p, q), {n} drafts each: noise of TV about 0.012\n")
+    z = 1.5 * torch.randn(6, dtype=torch.float64)
+    p, logits = z.softmax(-1).expand(k + 1, -1), z + torch.randn(6, dtype=torch.float64)  # of a draft that resembles p
+    node = torch.arange(k + 1)
+    print(f"One node, V = 6, k = {k} children, {n} drafts each: noise of TV about 0.012\n")
     print(f"{'how the children are drafted':36}{'accepted':>9}{'TV from p':>12}")
-    for name, n_drawn, told in (*ways, ("WRONG: top-k verified as if drawn", 0, k)):
-        shape, accepted, tv = Topology(parent, 1, (node > 0) & (node <= told), told), 0.0, 0.0
-        for _ in range(n_pairs):  # a draft that resembles its target, as a trained one does
-            z = 1.5 * torch.randn(6, dtype=torch.float64)
-            p, z = z.softmax(-1).expand(k + 1, -1), z + torch.randn(6, dtype=torch.float64)
-            q = z.softmax(-1).expand(k + 1, -1) if told else None
-            tokens = F.pad(siblings(z.expand(n, -1), k, n_drawn, probs)[0], (1, 0))
-            round_ = functools.partial(lambda p, q, shape, x: verify_tree(p, Tree(x, shape, q)), p, q, shape)
-            path, count, bonus = torch.vmap(round_, randomness="different")(tokens)
-            token = torch.where(count > 1, tokens.gather(1, path[:, 1:])[:, 0], bonus)
-            accepted += (count - 1).double().mean().item() / n_pairs
-            tv += (token.bincount(minlength=6) / n - p[0]).abs().sum().item() / 2 / n_pairs
-        print(f"{name:36}{accepted:9.3f}{tv:12.3f}")
+    for name, n_drawn, told in (("top-k", 0, 0), ("first drawn, then top-(k-1)", 1, 1),
+                                ("all drawn, without replacement", k, k), ("WRONG: top-k verified as if drawn", 0, k)):
+        shape = Topology((node > 0).long() - 1, 1, (node > 0) & (node <= told), told)
+        q, accepted, count = logits.softmax(-1).expand(k + 1, -1) if told else None, 0, torch.zeros(6)
+        for _ in range(n):
+            children, _ = siblings(logits[None], k, n_drawn, probs)
+            tree = Tree(F.pad(children[0], (1, 0)), shape, q)
+            path, length, bonus = verify_tree(p, tree)
+            count[tree.tokens[path[1]] if length > 1 else bonus] += 1
+            accepted += (length > 1).item() / n
+        print(f"{name:36}{accepted:9.3f}{(count / n - p[0]).abs().sum() / 2:12.3f}")
 
 
 if __name__ == "__main__":

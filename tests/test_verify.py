@@ -630,6 +630,6 @@ def test_wrong_methods(check, target, monkeypatch):
 
 def test_demonstration(capsys):
     """`python verify.py`: the three right ways keep the law, the wrong one does not."""
-    verify.main(n_pairs=4, n=1000)
+    verify.main(n=1000)
     *right, wrong = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[-4:]]
     assert max(right) < 0.05 < 0.1 < wrong
