@@ -33,7 +33,7 @@ from torch import nn
 
 from model import init_weights, rope_angles, rotate
 from train import CommonArgs, Optimizer, Run, arg, get_target, launch, number
-from verify import Session, Topology, Tree, chain, sample
+from verify import Session, Topology, Tree, acceptance, chain, sample
 
 
 @dataclass
@@ -194,14 +194,15 @@ class Drafter(nn.Module):
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
-        n = self.session.chain_length(self.args.block_size - 1)  # Departure: published is the whole block.
-        h = self.norm(x[0, 1:n + 1])
-        logits = target.head(h)  # (n, V)
+        h = self.norm(x[0, 1:])
+        logits = target.head(h)  # (B-1, V)
         if self.args.tree:
             return self.best_first(anchor, logits)
+        q = logits.softmax(-1) if probs is None else probs(logits)
+        n = self.session.worth(acceptance(q).cumprod(0))  # Departure: published is the whole block.
+        q = q[:n]
         if probs is None or self.args.argmax:
-            return Tree(torch.cat([anchor, logits.argmax(-1)]), chain(n, anchor.device))
-        q = probs(logits)
+            return Tree(torch.cat([anchor, q.argmax(-1)]), chain(n, anchor.device))
         return Tree(torch.cat([anchor, sample(q)]), chain(n, anchor.device), F.pad(q, (0, 0, 0, 1)))
 
     def best_first(self, anchor, logits):

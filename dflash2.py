@@ -35,7 +35,7 @@ from torch import nn
 
 from model import init_weights, rope_angles, rotate
 from train import CommonArgs, Optimizer, Run, arg, get_target, launch, number
-from verify import Session, Tree, chain, normalize, sample
+from verify import Session, Tree, acceptance, chain, normalize, sample
 
 
 @dataclass
@@ -246,10 +246,12 @@ class Drafter(nn.Module):
         x = self.block(target, anchor)
         for l, layer in enumerate(self.layers):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
-        n = self.session.chain_length(self.args.block_size - 1)  # Departure: published is the whole block.
-        h = self.norm(x[0, 1:n + 1])
-        logits = target.head(h)  # (n, V)
-        U, candidates = logits.topk(min(self.args.n_candidates, logits.shape[-1]))
+        h = self.norm(x[0, 1:])
+        logits = target.head(h)  # (B-1, V)
+        q = logits.softmax(-1) if probs is None else probs(logits)
+        n = self.session.worth(acceptance(q).cumprod(0))  # Departure: published is the whole block.
+        q = q[:n]
+        h, (U, candidates) = h[:n], logits[:n].topk(min(self.args.n_candidates, logits.shape[-1]))
         if probs is None or self.args.argmax:
             before = torch.cat([anchor.expand(1, U.shape[1]), candidates[:-1]])
             S = U[:, None] + self.pair_scores(h, candidates, before)
@@ -257,7 +259,6 @@ class Drafter(nn.Module):
             return Tree(torch.cat([anchor, tokens]), chain(n, anchor.device))
         # Departure: published are candidates alone, which loses what p holds outside them. Here the selector rescores
         # the candidates, other tokens keep their probability, and one of them, drawn once per slot, stands for all.
-        q = probs(logits)
         rest = q.scatter(1, candidates, 0)
         others = normalize(rest, q)
         tokens = torch.cat([candidates, sample(others)[:, None]], 1)  # (n, K+1)

@@ -15,15 +15,15 @@ product of the c on its path, estimates the chance that the whole path is. EAGLE
 
 Glossary
     f_j = h[L] at position j                the feature, the direct input of the LM head
-    f̂_{j+1} = layer(FC([E(t_{j+1}); f_j]))  Drafter.advance (section 3.1); slot j holds (f_j, t_{j+1}); `state`
-    L = SmoothL1(f̂, f) + 0.1 CE(p, p̂)       Drafter.forward (w_cls = 0.1); noise U(-0.1, 0.1) on the input features
+    f̂_{j+1} = layer(FC([E(t_{j+1}); f_j]))  Drafter.advance (section 3.1); slot j holds (f_j, t_{j+1}); here "state"
+    SmoothL1(f̂, f) + 0.1 CE(p, q)           Drafter.forward (w_cls = 0.1); noise U(-0.1, 0.1) on the input features
     c, V = Π c; k, m, N                     confidence, value (section 4.1), as logarithms; width, beam, n_nodes
     p, q                                    target and draft distribution
 
 Run it with --prompt TEXT, --train or --bench (--help has the rest).
 At T > 0 the first child of a node is drawn from q, and the others are the likeliest of the rest.
 The tree goes on behind drawn children only, and what is drawn is never pruned (the premise in verify.py).
-Read next: diff eagle2.py eagle3.py. Left out: serving many requests at once.
+Read next: the diff to the next EAGLE. Left out: serving many requests at once.
 """
 import math
 import sys
@@ -36,9 +36,7 @@ from torch import nn
 
 from model import causal, init_weights, rope_angles, rotate
 from train import CommonArgs, Optimizer, Run, arg, get_target, launch, number
-from verify import Session, Topology, Tree, siblings
-
-ALPHA = 0.8  # share of drawn children that are accepted, roughly
+from verify import Session, Topology, Tree, acceptance, siblings
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Args(CommonArgs):
     beam: int = arg(2, "m: nodes expanded per level, at most k")
     depth: int = arg(5, "levels expanded below the first")
     n_nodes: int = arg(10, "N: nodes of the tree, at least what is drawn", number(int, 2))
-    # Departure: published are all children drawn (EAGLE-1), or none (EAGLE-2).
+    # Departure: EAGLE-1 draws all children, EAGLE-2 none.
     drawn: int = arg(1, "drawn children of a node at T > 0", number(int, 0, 1))
 
 
@@ -110,7 +108,7 @@ class Drafter(nn.Module):
         return target.head(state)
 
     def forward(self, target, idx):
-        """The training loss on sequences idx (b, T): slot j sees (f_j, t_{j+1}), should say f_{j+1}, hence p_{j+2}."""
+        """The training loss on sequences idx (b, T): slot j sees (f_j, t_{j+1}), should say f_{j+1}: p of t_{j+2}."""
         with torch.no_grad():
             logits, (f,) = target(idx, taps=self.taps)
         noisy = f[:, :-1] + (torch.rand_like(f[:, :-1]) * 2 - 1) * self.args.noise
@@ -133,7 +131,7 @@ class Drafter(nn.Module):
         self.state = torch.zeros(1, c.n_embd, **like)  # at the anchor
         self.self_mask = torch.full((m, m), -math.inf, **like).fill_diagonal_(0)
         self.drawn = self.args.drawn if session.temperature else 0
-        self.first = self.cache.index[:self.drawn]
+        self.session, self.first = session, self.cache.index[:self.drawn]
 
     def cached(self, slots, visible):
         """Attention of rows written to the cache at slots (T,); visible (T, R): of the R rows behind cache.pos."""
@@ -179,25 +177,27 @@ class Drafter(nn.Module):
             logits = self.read(target, state)
             children, q = siblings(logits, self.width, self.drawn, probs)
             expanded.append((node, logits if q is None else q))
-            c = self.confidence(logits, q).gather(1, children)
-            values = v[:, None] + c.index_fill(1, self.first, math.inf)
+            values = v[:, None] + self.confidence(logits, q, children)
             parent = node.repeat_interleave(self.width)
-            levels.append((children.flatten(), parent, values.flatten()))
-            if depth <= self.args.depth:
-                c = c.index_fill(1, self.first, math.log(ALPHA))
-                values = (v[:, None] + c)[:, :n_expandable].flatten()
-                v, best = values.topk(min(self.beam, len(values)))
-                row = best // n_expandable  # parents in state
-                child = row * self.width + best % n_expandable  # place in this level
-                node, first = first + child, first + children.numel()
-                m = len(row)
-                visible = torch.cat([visible[row], self.self_mask[:m, :m]], 1)
-                state = self.step(target, state[row], levels[-1][0][child], depth, visible)
+            levels.append((children.flatten(), parent, values.index_fill(1, self.first, math.inf).flatten()))
+            values = values[:, :n_expandable].flatten()
+            m = min(self.beam, self.session.worth(values.exp()))  # Departure: published are always m, for all levels.
+            if depth > self.args.depth or not m:
+                break
+            v, best = values.topk(m)
+            row = best // n_expandable  # parents in state
+            child = row * self.width + best % n_expandable  # place in this level
+            node, first = first + child, first + children.numel()
+            visible = torch.cat([visible[row], self.self_mask[:m, :m]], 1)
+            state = self.step(target, state[row], levels[-1][0][child], depth, visible)
         return [torch.cat(x) for x in (*zip(*levels), *zip(*expanded))]
 
-    def confidence(self, logits, q):
-        """log c of every token (m, V): how often it is accepted; beside a drawn child, tried where that is not."""
-        return q.log() + math.log(1 - ALPHA) if self.drawn else logits.float().log_softmax(-1)
+    def confidence(self, logits, q, children):
+        """log c of the children (m, k): how often each is accepted; beside a drawn one, where that is not."""
+        if not self.drawn:
+            return logits.float().log_softmax(-1).gather(1, children)
+        c = acceptance(q)[:, None]
+        return torch.cat([c, (1 - c) * q.gather(1, children[:, 1:])], 1).log()
 
     def rerank(self, tokens, parent, v, expanded, q):
         """The tree of the N candidates with the best V; of equal ones the first, so that a parent precedes."""

@@ -37,9 +37,7 @@ from torch import nn
 
 from model import causal, init_weights, rope_angles, rotate
 from train import CommonArgs, Optimizer, Run, arg, get_target, launch, number
-from verify import Session, Topology, Tree, siblings
-
-ALPHA = 0.8  # share of drawn children that are accepted, roughly
+from verify import Session, Topology, Tree, acceptance, siblings
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Args(CommonArgs):
     beam: int = arg(2, "m: nodes expanded per level, at most k")
     depth: int = arg(5, "levels expanded below the first")
     n_nodes: int = arg(10, "N: nodes of the tree, at least what is drawn", number(int, 2))
-    # Departure: published are all children drawn (EAGLE-1), or none (EAGLE-2).
+    # Departure: EAGLE-1 draws all children, EAGLE-2 none.
     drawn: int = arg(1, "drawn children of a node at T > 0", number(int, 0, 1))
 
 
@@ -160,7 +158,7 @@ class Drafter(nn.Module):
         self.state = torch.zeros(1, c.n_embd, **like)  # at the anchor
         self.self_mask = torch.full((m, m), -math.inf, **like).fill_diagonal_(0)
         self.drawn = self.args.drawn if session.temperature else 0
-        self.first = self.cache.index[:self.drawn]
+        self.session, self.first = session, self.cache.index[:self.drawn]
 
     def cached(self, slots, visible):
         """Attention of rows written to the cache at slots (T,); visible (T, R): of the R rows behind cache.pos."""
@@ -206,25 +204,27 @@ class Drafter(nn.Module):
             logits = self.read(target, state)
             children, q = siblings(logits, self.width, self.drawn, probs)
             expanded.append((node, logits if q is None else q))
-            c = self.confidence(logits, q).gather(1, children)
-            values = v[:, None] + c.index_fill(1, self.first, math.inf)
+            values = v[:, None] + self.confidence(logits, q, children)
             parent = node.repeat_interleave(self.width)
-            levels.append((children.flatten(), parent, values.flatten()))
-            if depth <= self.args.depth:
-                c = c.index_fill(1, self.first, math.log(ALPHA))
-                values = (v[:, None] + c)[:, :n_expandable].flatten()
-                v, best = values.topk(min(self.beam, len(values)))
-                row = best // n_expandable  # parents in state
-                child = row * self.width + best % n_expandable  # place in this level
-                node, first = first + child, first + children.numel()
-                m = len(row)
-                visible = torch.cat([visible[row], self.self_mask[:m, :m]], 1)
-                state = self.step(target, state[row], levels[-1][0][child], depth, visible)
+            levels.append((children.flatten(), parent, values.index_fill(1, self.first, math.inf).flatten()))
+            values = values[:, :n_expandable].flatten()
+            m = min(self.beam, self.session.worth(values.exp()))  # Departure: published are always m, for all levels.
+            if depth > self.args.depth or not m:
+                break
+            v, best = values.topk(m)
+            row = best // n_expandable  # parents in state
+            child = row * self.width + best % n_expandable  # place in this level
+            node, first = first + child, first + children.numel()
+            visible = torch.cat([visible[row], self.self_mask[:m, :m]], 1)
+            state = self.step(target, state[row], levels[-1][0][child], depth, visible)
         return [torch.cat(x) for x in (*zip(*levels), *zip(*expanded))]
 
-    def confidence(self, logits, q):
-        """log c of every token (m, V): how often it is accepted; beside a drawn child, tried where that is not."""
-        return q.log() + math.log(1 - ALPHA) if self.drawn else logits.float().log_softmax(-1)
+    def confidence(self, logits, q, children):
+        """log c of the children (m, k): how often each is accepted; beside a drawn one, where that is not."""
+        if not self.drawn:
+            return logits.float().log_softmax(-1).gather(1, children)
+        c = acceptance(q)[:, None]
+        return torch.cat([c, (1 - c) * q.gather(1, children[:, 1:])], 1).log()
 
     def rerank(self, tokens, parent, v, expanded, q):
         """The tree of the N candidates with the best V; of equal ones the first, so that a parent precedes."""

@@ -111,6 +111,11 @@ class Tree:
     q: torch.Tensor | None = None
 
 
+def acceptance(q):
+    """How often a token drawn from q (..., V) is accepted, Σ min(p, q), as measured: max q, and at least 0.5."""
+    return q.amax(-1).clamp_min(0.5)
+
+
 def siblings(logits, k, n_drawn=0, probs=None):
     """k children for every row of logits (m, V): the first n_drawn are drawn from q = probs(logits) without
     replacement, the others are the likeliest of the rest. -> tokens (m, k), and q (m, V) or None."""
@@ -264,8 +269,7 @@ class Session:
     """
     chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule
     keep_drafts = False                      # for showing them: costs a synchronisation
-    adaptive = True                          # chain_length follows the last rounds, on a CPU
-    recent = 8.0                             # tokens accepted per round, a running mean
+    least_chance = 0.1                       # of a token that is worth drafting, on a CPU
 
     def __init__(self, target, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), taps=(),
                  nodes=1):
@@ -334,10 +338,10 @@ class Session:
         self.done = end is not None or len(self.record.tokens) >= self.token_budget
         return len(new) - 1, len(kept)
 
-    def chain_length(self, most):
-        """How many of `most` tokens to draft in a chain: about twice what the last rounds accepted, as a pass over
-        fewer rows is cheaper. Exact, since it depends on earlier rounds alone. A CUDA graph has one shape: most."""
-        return min(most, 2 + int(2 * self.recent)) if self.adaptive and self.device.type == "cpu" else most
+    def worth(self, chance):
+        """How many drafted tokens are worth their time: chance (n,) is how likely each is accepted with all before it.
+        A chosen length, so exact if it depends on nothing drawn in the tokens it drops. On CUDA all: fixed shapes."""
+        return int((chance >= self.least_chance).sum()) if self.device.type == "cpu" else len(chance)
 
     def run(self, draft, verify):
         """Rounds until done: draft() -> Tree (None: plain decoding), verify(tree) commits. Returns the Record.
@@ -355,7 +359,6 @@ class Session:
             verify(tree)
             accepted, kept = self.record_tokens(self.new_tokens.tolist())  # the one synchronisation of a round
             depth, nodes = (tree.topology.max_depth, len(tree.tokens)) if tree else (0, 1)
-            self.recent = max(0.7 * self.recent + 0.3 * accepted, accepted if accepted == depth else 0)
             drafted = (tree.tokens.tolist(), tree.topology.parent.tolist()) if tree and self.keep_drafts else None
             record.rounds.append(Round(depth, nodes, accepted, kept, drafted))
             if self.capture and len(record.rounds) == 2 and not self.done:

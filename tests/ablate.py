@@ -46,7 +46,7 @@ def hard_labels(module):
 EXPERIMENTS = [  # (label, method, settings or a change)
     ("default: one child drawn at T > 0", "eagle1", {}),
     ("none drawn", "eagle1", {"drawn": 0}),
-    ("all drawn", "eagle1", {"drawn": 4}),
+    ("all drawn", "eagle1", {"drawn": 3}),
     ("without the token that followed", "eagle1", without_token),
     ("default: one child drawn at T > 0", "eagle2", {}),
     ("none drawn", "eagle2", {"drawn": 0}),

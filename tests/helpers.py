@@ -179,7 +179,7 @@ class Informed:
         return self.memory[text]
 
     def draft(self, target, anchor, probs=None):
-        t = verify.chain(self.session.chain_length(self.t.max_depth)) if self.t.is_chain else self.t
+        t = self.t
         parent, path = t.parent.tolist(), [(*self.text, *anchor.tolist())]
         q = torch.zeros(len(parent), target.config.vocab_size, dtype=torch.float64)
         for i, a in list(enumerate(parent))[1:]:

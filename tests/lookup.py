@@ -50,7 +50,7 @@ def generate(target, drafter, prompt, max_new_tokens, temperature=0.0, top_k=Non
     drafter.absorb(s.committed)
 
     def draft():
-        tokens = drafter.draft(s.chain_length(drafter.args.n_draft))
+        tokens = drafter.draft(drafter.args.n_draft)
         return Tree(torch.tensor(tokens, device=s.device), chain(len(tokens) - 1, s.device))
 
     def verify(tree):

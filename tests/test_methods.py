@@ -244,10 +244,12 @@ def test_eagle3_norms(target):
 
 # ---- Drafts ----
 @pytest.mark.parametrize("name", EAGLES)
-def test_drafted_nodes_see_their_own_ancestors(name, target):
-    """Every expanded node of a tree computes what it computes when its path is drafted alone."""
+def test_drafted_nodes_see_their_own_ancestors(name, target, monkeypatch):
+    """Every expanded node of a tree, of EAGLE-1's published one, computes what it does when its path stands alone."""
+    published = (0, 0, 0, 0), (0, 0, 0, 1, 1, 2, 2, 3), (0, 0, 0, 1, 1, 2, 2, 3), (0, 0, 0), (0, 0)
+    monkeypatch.setattr(importlib.import_module("eagle1"), "TREE", published)
     session, drafter = shaken(name, target, **({} if name == "eagle1" else {"width": 4, "beam": 4, "depth": 3}))
-    levels, step, words = [], drafter.step, text(1, 8)[0]
+    session.least_chance, levels, step, words = 0.0, [], drafter.step, text(1, 8)[0]
     drafter.step = lambda *a: levels.append((*a[1:3], step(*a))) or levels[-1][2]
     anchor = absorb(target, session, drafter, words)
     drafter.draft(target, anchor)
@@ -261,14 +263,14 @@ def test_drafted_nodes_see_their_own_ancestors(name, target):
         above = outputs
 
 
-def test_eagle1_tree_is_the_published_one(target):
-    """25 nodes below the anchor, 4/8/8/3/2 by level; siblings are the likeliest tokens in order."""
+def test_eagle1_tree(target):
+    """10 nodes below the anchor, a part of the published 25; siblings are the likeliest tokens in order."""
     session, drafter = shaken("eagle1", target)
     tree = drafter.draft(target, session.anchor)
     parent = tree.topology.parent
-    assert torch.bincount(tree.topology.depth).tolist() == [1, 4, 8, 8, 3, 2]
-    degrees = [(parent == node).sum().item() for node in range(26)]
-    assert degrees == [4, 3, 2, 2, 1, 3, 2, 2, 1, 0, 0, 0, 0, 3, *[0] * 7, 2, *[0] * 4]
+    assert torch.bincount(tree.topology.depth).tolist() == [1, 3, 3, 2, 1, 1]
+    degrees = [(parent == node).sum().item() for node in range(11)]
+    assert degrees == [3, 2, 1, 0, 2, 0, 0, 1, 0, 1, 0]
     for node, path in enumerate([(), *paths(tree)]):
         order = drafter.read(target, walked(drafter, target, path)[-1]).argsort(descending=True)
         assert tree.tokens[parent == node].equal(order[:degrees[node]])
@@ -280,7 +282,7 @@ def test_dynamic_tree_holds_the_best_values(name, width, beam, depth, N, target)
     """The papers' two phases, by hand on path values: the `beam` best of every level get their `width` best children,
     and of all these the N - 1 best are the tree."""
     session, drafter = shaken(name, target, width=width, beam=beam, depth=depth, n_nodes=N)
-    read = drafter.read
+    session.least_chance, read = 0.0, drafter.read
     drafter.read = lambda *a: read(*a) / 40  # so that depth and breadth are worth about the same
     for words in text(8, 12):
         anchor, frontier, values = absorb(target, session, drafter, words), [()], {(): 0.0}
@@ -303,9 +305,11 @@ def test_dynamic_tree_holds_the_best_values(name, width, beam, depth, N, target)
 def test_dynamic_tree_is_connected_and_keeps_what_was_drawn(name, drawn, width, beam, n_nodes, target, monkeypatch):
     """All confidences equal: parents come before their children, none is missing, no sibling occurs twice; the drawn
     nodes are a path of full depth, kept also where leaves near the root are worth more and would fill the tree."""
-    monkeypatch.setattr(importlib.import_module(name), "ALPHA", 0.2)  # drawn nodes are worth less than other leaves
+    module, rare = importlib.import_module(name), torch.tensor([0.2], dtype=torch.float64)
+    monkeypatch.setattr(module, "acceptance", lambda q: rare)  # drawn nodes are worth less than other leaves
     settings = {"width": width, "beam": beam, "depth": 3, "n_nodes": n_nodes, "drawn": drawn}
     session, drafter = shaken(name, target, float(drawn), **settings)
+    session.least_chance = 0.0
     drafter.read = lambda _, a: torch.zeros(len(a), 23, dtype=torch.float64)
     tree = drafter.draft(target, session.anchor, session.probs)
     t, node = tree.topology, torch.arange(len(tree.tokens))
@@ -320,19 +324,54 @@ def test_dynamic_tree_is_connected_and_keeps_what_was_drawn(name, drawn, width, 
 
 @pytest.mark.parametrize("name", EAGLES[1:])
 def test_sampled_tree_keeps_the_best_leaves(name, target):
-    """At T > 0, beside the drawn path, the tree keeps the children of greatest value: the chance α^i that the walk
+    """At T > 0, beside the drawn path, the tree keeps the children of greatest value: the chance Π α that the walk
     comes to their parent, times (1-α) q."""
-    alpha = importlib.import_module(name).ALPHA
     session, drafter = shaken(name, target, 1.0, width=4, beam=2, depth=3, n_nodes=11)
+    session.least_chance, read, reached = 0.0, drafter.read, 1.0
+    drafter.read = lambda *a: read(*a) / 9  # so that values of other levels are within reach
     tree = drafter.draft(target, session.anchor, session.probs)
     parent, drawn = tree.topology.parent, tree.topology.drawn
     path, values = [0, *drawn.nonzero()[:, 0].tolist()], {}
     assert parent[path[1:]].tolist() == path[:-1] and len(path) == 5
-    for i, (node, child) in enumerate(pairwise(path)):
+    for node, child in pairwise(path):
         q = tree.q[node].index_fill(0, tree.tokens[child], -1)
-        values |= {(node, x): alpha ** i * (1 - alpha) * q[x].item() for x in q.topk(3).indices.tolist()}
+        alpha = max(0.5, tree.q[node].max().item())
+        values |= {(node, x): reached * (1 - alpha) * q[x].item() for x in q.topk(3).indices.tolist()}
+        reached *= alpha
     best = sorted(values, key=values.get, reverse=True)[:6]
     assert {(parent[n].item(), tree.tokens[n].item()) for n in range(1, 11) if not drawn[n]} == set(best)
+
+
+@pytest.mark.parametrize("name", EAGLES[1:])
+@pytest.mark.parametrize("least", [0.0, 0.02, 0.1, 0.5])
+def test_only_what_is_worth_it_is_expanded(name, least, target):
+    """The nodes expanded below the anchor are those of the `beam` best of a level whose value is at least this."""
+    session, drafter = shaken(name, target, width=4, beam=3, depth=3)
+    session.least_chance, read = least, drafter.read
+    drafter.read = lambda *a: read(*a) / 9
+    _, parent, v, expanded, _ = drafter.expand(target, session.anchor, None)
+    level = [0]
+    for a in parent[1:].tolist():
+        level.append(level[a] + 1)
+    worth = []
+    for depth in range(1, 4):
+        nodes = [i for i, l in enumerate(level) if l == depth]
+        worth += sorted(nodes, key=lambda i: -v[i])[:3]
+    assert expanded.tolist() == [0, *(i for i in worth if v[i].exp() >= least)]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_blocks_are_drafted_as_far_as_is_worth_it(name, temperature, target):
+    """The product of the slots' largest q, each at least a half, says how many tokens are drafted."""
+    session, drafter = shaken(name, target, temperature, block_size=9)
+    seen, head = [], target.head
+    target.head = lambda x: seen.append(head(x)) or seen[-1]
+    for least in (0.01, 0.1, 0.3):
+        session.least_chance = least
+        tree = drafter.draft(target, session.anchor, session.probs if temperature else None)
+        chance = seen[-1].softmax(-1).amax(-1).clamp_min(0.5).cumprod(0)
+        assert len(tree.tokens) - 1 == (chance >= least).sum() >= 1
 
 
 @pytest.mark.parametrize("name", EAGLES[1:])
