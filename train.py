@@ -28,7 +28,6 @@ import zlib
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import tiktoken
@@ -159,23 +158,16 @@ def prose_of(source):
     return [text for text in docs + comments if text and "\n" in text]
 
 
-def read_texts(data):
-    """--data, a text file or a folder of them; the last eighth of every file is held out."""
-    root = Path(data)
-    files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else [root]
-    try:
-        texts = [f.read_text(encoding="utf-8", errors="replace") for f in files]
-    except OSError as error:
-        sys.exit(f"--data {data}: {error.strerror}")
-    if not any(text.strip() for text in texts):
-        sys.exit(f"--data {data}: holds no text")
-    return {"train": [t[:len(t) * 7 // 8] for t in texts], "held": [t[len(t) * 7 // 8:] for t in texts]}
-
-
 def read_corpus(data=None):
-    """{domain: {"train": [document], "held": [document]}}, documents being strings; --data: one domain, "text"."""
+    """{domain: {"train": [document], "held": [document]}}, documents being strings. --data, a text file or a folder of
+    them, is one domain, "text"; the last eighth of every file is held out."""
     if data is not None:
-        return {"text": read_texts(data)}
+        root = Path(data)
+        files = sorted(f for f in (root, *root.rglob("*")) if f.is_file() and os.access(f, os.R_OK))
+        texts = [f.read_text(encoding="utf-8", errors="replace") for f in files]
+        if not any(text.strip() for text in texts):
+            sys.exit(f"--data {data}: no such file, or no text in it")
+        return {"text": {"train": [t[:len(t) * 7 // 8] for t in texts], "held": [t[len(t) * 7 // 8:] for t in texts]}}
     corpus = defaultdict(lambda: {"train": [], "held": []})
     for side, n in (("train", 60000), ("held", 400)):
         problems = math_texts(n, 1234, side == "held")
@@ -231,11 +223,8 @@ SHARE = {"math": 0.4, "code": 0.35, "prose": 0.25, "text": 1.0}  # of the sequen
 
 
 class Data:
-    """The corpus as tokens, and what training and measuring take from it.
-
-    tokens[domain, side]: (n,) int64, documents separated by END; starts: where a line or a document begins (math: a
-    document), so that sequences begin as prompts do.
-    """
+    """The corpus as tokens, and what runs take from it. tokens[domain, side] (n,): documents, with END
+    after each; starts: where a line or document begins (math: a document), so that sequences begin as prompts do."""
 
     def __init__(self, corpus, enc, seq_len):
         self.enc, self.seq_len, self.domains = enc, seq_len, list(corpus)
@@ -283,63 +272,55 @@ class Data:
 
 
 # ---- Optimizer ----
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), for matrices, with decay (Liu et al. 2025).
+def orthogonal(x):
+    """The matrix with the directions of x and singular values near 1, by Newton-Schulz (Jordan et al. 2024).
 
-    torch.optim.Muon iterates in bfloat16, which a CPU without such units emulates, twenty times slower than fp32.
+    torch.optim.Muon iterates in bfloat16, which a CPU without such units emulates, twenty times slower than float32.
     """
-
-    def __init__(self, params, lr, decay=0.0, momentum=0.95):
-        super().__init__(params, {"lr": lr, "decay": decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self):
-        group = self.param_groups[0]
-        for p in [p for p in group["params"] if p.grad is not None]:
-            buf = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            buf.lerp_(p.grad, 1 - group["momentum"])
-            x = p.grad.lerp(buf, group["momentum"])  # Nesterov
-            rows, cols = x.shape
-            x = x.mT if rows > cols else x
-            x = x.bfloat16() if x.is_cuda else x
-            x = x / (x.norm() + 1e-7)
-            for _ in range(5):  # a quintic whose fixed points lie around 1: all singular values move there
-                a = x @ x.mT
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-            x = x.mT if rows > cols else x
-            p.mul_(1 - group["lr"] * group["decay"])
-            p.add_(x, alpha=-group["lr"] * max(1, rows / cols) ** 0.5)
+    y = x.mT if x.shape[0] > x.shape[1] else x
+    y = y.bfloat16() if y.is_cuda else y
+    y = y / (y.norm() + 1e-7)
+    for _ in range(5):  # a quintic whose fixed points lie around 1: all singular values move there
+        a = y @ y.mT
+        y = 3.4445 * y + (-4.7750 * a + 2.0315 * a @ a) @ y
+    return y.mT if x.shape[0] > x.shape[1] else y
 
 
 class Optimizer:
-    """Muon for the matrices inside a network, Adam for embeddings and everything else; warmup over 4 % of the steps,
-    then linear decay to 10 %."""
+    """Muon for the matrices inside a network (momentum, orthogonalised; with decay, Liu et al. 2025), Adam for
+    embeddings and everything else; warmup over 4 % of the steps, then linear decay to 10 %."""
 
     def __init__(self, module, lr, steps, decay=0.0):
         tables = {m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)}
-        self.params, self.steps = list(module.parameters()), steps
-        matrices = [p for p in self.params if p.dim() == 2 and p not in tables]
+        self.params, self.lr, self.steps, self.decay = list(module.parameters()), lr, steps, decay
+        self.matrices = [p for p in self.params if p.dim() == 2 and p not in tables]
+        self.momenta = [torch.zeros_like(p) for p in self.matrices]
         rest = [p for p in self.params if p.dim() != 2 or p in tables]
-        muon = Muon([{"params": matrices}], lr, decay)  # a group may be empty
-        adam = torch.optim.Adam([{"params": rest}], betas=(0.9, 0.95))
-        self.parts = (muon, lr), (adam, lr / 6)
+        self.adam = torch.optim.Adam([{"params": rest}], betas=(0.9, 0.95))  # a group may be empty
 
+    @torch.no_grad()
     def step(self, step):
         """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
         warmup = max(1, self.steps // 25)
-        decay = 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup)
+        lr = self.lr * min((step + 1) / warmup, 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup))
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)
-        for part, lr in self.parts:
-            part.param_groups[0]["lr"] = lr * min((step + 1) / warmup, decay)
-            part.step()
-            part.zero_grad()
+        for p, momentum in zip(self.matrices, self.momenta):
+            momentum.lerp_(p.grad, 0.05)
+            update = orthogonal(p.grad.lerp(momentum, 0.95))  # Nesterov
+            p.mul_(1 - lr * self.decay)
+            p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+        self.adam.param_groups[0]["lr"] = lr / 6
+        self.adam.step()
+        for p in self.params:
+            p.grad = None
 
     def state_dict(self):
-        return [part.state_dict() for part, _ in self.parts]
+        return {"momenta": self.momenta, "adam": self.adam.state_dict()}
 
-    def load_state_dict(self, states):
-        for (part, _), state in zip(self.parts, states):
-            part.load_state_dict(state)
+    def load_state_dict(self, state):
+        for momentum, saved in zip(self.momenta, state["momenta"]):
+            momentum.copy_(saved)
+        self.adam.load_state_dict(state["adam"])
 
 
 # ---- Command line: the flags that all commands share ----
@@ -411,8 +392,6 @@ def parse(Args, doc, name, argv=None):
         saved = load(path, name)["args"].items()
         parser.set_defaults(**{k: v for k, v in saved if hasattr(args, k) and k not in common})
         args = parser.parse_args(argv)
-    if args.prompt == "":
-        parser.error("--prompt is empty: give at least one character")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -447,8 +426,7 @@ def save(path, checkpoint):
 def load(path, name):
     """Reads a checkpoint of this name ("target", "eagle1", ...), or ends in one line that says why not."""
     if not Path(path).exists():
-        how = "python train.py" if name == "target" else "--train"
-        sys.exit(f"no checkpoint at {path}: train it first ({how}), or give the path of one")
+        sys.exit(f"no checkpoint at {path}: train it first (a target: python train.py), or give the path of one")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         found = checkpoint["name"]
@@ -514,10 +492,8 @@ def init_target(args):
 # ---- Training: what is the same for the target and for every drafter ----
 class Run:
     """The frame of a training loop: `for step in run` shows progress, saves every minute, at the end and on Ctrl-C, and
-    resumes. Under torchrun every process takes its share of the batch, and gradients are averaged; rank 0 saves.
-
-    extra: what the checkpoint holds beside weights and curve, [step, seconds, mean loss] of every ten steps.
-    """
+    resumes. Under torchrun every process takes its share of the batch, and gradients are averaged; rank 0 saves. extra:
+    what the checkpoint holds beside weights and curve, [step, seconds, mean loss] of every ten steps."""
 
     def __init__(self, args, module, optimizer, extra):
         self.args, self.module, self.optimizer, self.extra = args, module, optimizer, extra
@@ -530,13 +506,13 @@ class Run:
         found = load(self.path, args.name) if args.resume or self.path.exists() else {}  # never over a foreign file
         if args.resume:
             self.first, self.curve = found["step"], found.get("curve", [])
-            if self.first >= args.steps:
-                sys.exit(f"--resume: {self.path} has its {self.first} steps already; ask for more with --steps")
             if found.get("target") != extra.get("target") or "optimizer" not in found:
                 sys.exit(f"--resume: {self.path} is for another target, or holds the weights alone")
             load_weights(module, found, self.path)
             optimizer.load_state_dict(found["optimizer"])
-        self.rank, self.world = start_processes(args)
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if self.world > 1 and not dist.is_initialized():  # started by torchrun
+            dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
         self.parallel = torch.nn.parallel.DistributedDataParallel(module) if self.world > 1 else module
 
     def batch(self, data, step):
@@ -552,11 +528,6 @@ class Run:
 
     def log(self, loss):
         self.losses.append(loss.detach())
-
-    def save(self, step):
-        if self.rank == 0:
-            save(self.path, {**self.extra, "name": self.args.name, "model": self.module.state_dict(), "step": step,
-                             "optimizer": self.optimizer.state_dict(), "args": vars(self.args), "curve": self.curve})
 
     def __iter__(self):
         args, stop, began, saved = self.args, [], time.time(), time.time()
@@ -576,20 +547,13 @@ class Run:
                     sys.exit(f"the loss is {loss} at step {done}: try a smaller --lr")
                 self.curve.append([done, before + now - began, loss])
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            if due:
-                self.save(done)
-                saved = now
+            if due and self.rank == 0:
+                save(self.path, {**self.extra, "name": args.name, "model": self.module.state_dict(), "step": done,
+                                 "optimizer": self.optimizer.state_dict(), "args": vars(args), "curve": self.curve})
+            saved = now if due else saved
             if stop and done < args.steps:
                 sys.exit(f"\ninterrupted after step {done}; {self.path} has it: --resume goes on")
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def start_processes(args):
-    """Under torchrun: joins the group. Returns (rank, number of processes)."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-    return (dist.get_rank(), world) if world > 1 else (0, 1)
 
 
 def get_target(args):
@@ -630,13 +594,13 @@ def marked(record, enc):
     """The text of a generation with the drafted and accepted tokens marked: green on a terminal, in brackets elsewhere.
     A character of several tokens is marked as its last one is."""
     on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
-    drafted = [False] + [i < r.accepted for r in record.rounds for i in range(r.kept)] + [False]
-    pieces = [enc.decode_single_token_bytes(t) for t in record.tokens] + [b""]
-    decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
-    for is_drafted, group in groupby(zip(pieces, drafted), key=lambda piece: piece[1]):
-        part = "".join(decoder.decode(piece) for piece, _ in group)
-        text += on + part + off if is_drafted and part else part
-    return text + decoder.decode(b"", True)
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    text, at = decode(enc.decode_bytes(record.tokens[:1])), 1
+    for r in record.rounds:
+        new, at = record.tokens[at:at + r.kept], at + r.kept
+        drafted = decode(enc.decode_bytes(new[:r.accepted]))
+        text += (on + drafted + off if drafted else "") + decode(enc.decode_bytes(new[r.accepted:]))
+    return text + decode(b"", True)
 
 
 def draw(record, enc):
@@ -690,8 +654,8 @@ def benchmark(generate, args, target, data):
             n["right_answers"] = [sum(answer_of(enc.decode(pair[i].tokens)) == answer for pair, (_, answer)
                                       in zip(records, pairs)) if domain == "math" else None for i in (0, 1)]
             right = "{} / {} plain".format(*n["right_answers"]) if domain == "math" else ""
-            print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {right:>14}"
-                  + " ".join(f"{a:.2f}" for a in n["n_alpha"][:8]))
+            print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {right:13}",
+                  *(f"{a:.2f}" for a in n["n_alpha"][:8]))
             domains[domain] = n
         equal = [sum(n[key] for n in domains.values()) for key in ("equal", "prompts")]
         if temperature == 0:
@@ -707,7 +671,7 @@ def launch(method):
     args.method = stem
     if args.train and hasattr(method, "train"):
         method.train(args)
-        if start_processes(args)[0] > 0:
+        if int(os.environ.get("RANK", 0)) > 0:
             return
     target = load_target(args.target or find("target"), args.device, getattr(torch, args.dtype))
     if "OMP_NUM_THREADS" not in os.environ and target.config.n_embd <= 256:
@@ -726,8 +690,6 @@ def launch(method):
 def main():
     args = parse(Args, __doc__, "target")
     args.ckpt = args.ckpt or "out/target.pt"
-    if args.target:
-        sys.exit("--target is for drafters: the target that is trained here is --ckpt")
     if args.init:
         init_target(args)
     elif Path(args.ckpt).exists() and not args.train:

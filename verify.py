@@ -2,23 +2,19 @@
 
     python verify.py    one node: ways to draft its children, how often one is accepted, distance of the output from p
 
-Every round of every method is the same:
-
-                  ┌─ drafter.draft(anchor)      ─► Tree(tokens, topology, q)
-    committed ────┤
-                  └─ target(tree.tokens, tree)  ─► p at every node: always exactly one pass
-    Session.verify    ─► path of accepted nodes, and one bonus token; the path's rows move into place in the cache
-    drafter.absorb    ─► features of the path
+README.md draws a round, which is the same in every method: draft, one pass of the target, verify, absorb.
 
 Notation: p target, q draft, N nodes (node 0 is the anchor, the newest committed token), D greatest depth of a tree,
   γ = D for a chain, V vocabulary, r the residual, τ tokens committed per target pass.
 
 The lemma (Leviathan et al. 2211.17192, Chen et al. 2302.01318): draw x ~ q, accept it with probability min(1, p/q)(x),
-otherwise draw from (p - q)+, normalized. What comes out has the law q(z) min(1, p/q)(z) + (p - q)+(z) = p(z).
+otherwise draw from (p - q)+, normalized. What comes out has the law q(z) min(1, p/q)(z) + (p - q)+(z) = p(z): the
+chance of a rejection is the sum of (p - q)+, so normalizing cancels.
 
-The premise: a drawn child must be tried whenever it was drawn. Free to depend on anything are the chosen children
-that are kept, and the nodes that are expanded. Example: p = q = (0.7, 0.3). Drop the drawn child where its q is below
-0.5 and draw from p instead: token 0 now comes out with 0.7 + 0.3 * 0.7 = 0.91.
+The premise. A child is drawn, sampled from q, or chosen, whatever way. A drawn child must be tried whenever it was
+drawn; which chosen children are kept, and which nodes are expanded, may depend on anything. Example: p = q = (0.7,
+0.3). Drop the drawn child where its q is below 0.5 and draw from p instead: token 0 now comes out with 0.7 + 0.3 * 0.7
+= 0.91, not 0.7.
 """
 import functools
 import math
@@ -131,42 +127,39 @@ def siblings(logits, k, n_drawn=0, probs=None):
     return torch.cat([*tokens, rest], 1), q
 
 
-# ---- The rules. Each returns path (D+1,): node 0 and the accepted nodes, then padding; ----
-# n (): how many of them count, the root included; bonus (): the token after the last of them.
+# ---- The rules. Each returns (path, n, bonus) ----
+# path (D+1,): node 0 and the accepted nodes, then padding; n (): how many of them count, the root included;
+# bonus (): the token after the last of them.
 def greedy(y, tree):
     """Temperature 0: y (N,) is the target's own choice at every node; follow it while it was drafted."""
-    t = tree.topology
-    if t.is_chain:
-        return accepted_prefix(tree.tokens[1:] == y[:-1], tree, y)
-    return trace_path(match_children(y, tree, t.node, t.node > 0), tree, y)
+    node = tree.topology.node
+    return trace_path(match_children(y, tree, node, node > 0), tree, y)
 
 
 def verify_chain(p, tree):
-    """The lemma, position by position (2211.17192, algorithm 1). p (γ+1, V)."""
-    if tree.q is None:  # a one-hot q: accepting with probability p(x) is to draw from p and compare
-        return greedy(sample(p), tree)
+    """The lemma, position by position (2211.17192, algorithm 1), for a drawn chain. p (γ+1, V)."""
     q, x = tree.q[:-1], tree.tokens[1:, None]
     accepted = accepts(p[:-1].gather(1, x), q.gather(1, x))[:, 0]
+    n = 1 + accepted.long().cumprod(0).sum()  # up to the first that is not
     residual = normalize((p[:-1] - q).clamp_min(0), p[:-1])
-    path, n, _ = accepted_prefix(accepted, tree, tree.tokens)
-    return path, n, sample(torch.cat([residual, p[-1:]]).index_select(0, n[None] - 1))[0]
+    return tree.topology.node, n, sample(torch.cat([residual, p[-1:]]).index_select(0, n[None] - 1))[0]
 
 
 def verify_block(p, tree):
-    """Block verification (Sun et al. 2403.10444): decides for all of a chain at once. p (γ+1, V); the paper's letters.
+    """Block verification (Sun et al. 2403.10444): decides for all of a drawn chain at once. p (γ+1, V).
 
-    Exact: given x_1..x_i, at least i tokens are accepted with probability exactly p_i, and the residual of a stop at i
-    is what p_i P has above Q. Never worse: p_i = min(1, p_{i-1} P/Q) >= the product of min(1, P/Q), a chain's chance.
+    Exact: P, Q being rows of p and q, p_i a number, p_0 = 1: given x_1..x_i, at least i tokens are accepted with
+    probability p_i = min(1, p_{i-1} P/Q), and the residual of a stop at i is (p_i P - Q)+. Never worse: p_i is at least
+    the product of min(1, P/Q), a chain's chance.
     """
-    if tree.q is None:
-        return greedy(sample(p), tree)
     q, x = tree.q[:-1], tree.tokens[1:, None]
     walk = (p[:-1].gather(1, x) / q.gather(1, x))[:, 0].log().cumsum(0)
-    weight = (walk - walk.cummax(0).values.clamp_min(0)).exp()  # p_i: log p_i is this walk, held down at 0
+    weight = (walk - walk.cummax(0).values.clamp_min(0)).exp()  # p_i: log p_i is a walk that stays at 0 when it rises
     surplus = (weight[:-1, None] * p[1:-1] - q[1:]).clamp_min(0).sum(-1)  # S_i, 0 < i < γ
     one = torch.ones_like(weight[:1])
-    h = torch.cat([surplus, weight[-1:]]), torch.cat([surplus + (1 - weight[:-1]), one])  # S_i / (S_i + 1 - p_i), p_γ
-    n = 1 + F.pad(torch.where(accepts(*h), tree.topology.node[1:], 0), (1, 0)).amax()  # the largest i that accepts
+    above, below = torch.cat([surplus, weight[-1:]]), torch.cat([surplus + (1 - weight[:-1]), one])
+    accepted = accepts(above, below)  # with S_i / (S_i + 1 - p_i), the last with p_γ
+    n = 1 + F.pad(torch.where(accepted, tree.topology.node[1:], 0), (1, 0)).amax()  # the largest i that accepts
     scale = torch.cat([one, weight[:-1]])[:, None]
     residual = normalize((scale * p[:-1] - q).clamp_min(0), p[:-1])
     return tree.topology.node, n, sample(torch.cat([residual, p[-1:]]).index_select(0, n[None] - 1))[0]
@@ -177,10 +170,10 @@ def verify_tree(p, tree):
 
     At a node, r = p. Its drawn children are tried in order: accept x with probability min(1, r/q)(x), otherwise
     r <- (r - q)+ and q <- q without x, normalized (SpecInfer 2305.09781; without replacement, 2402.14160). What is
-    left is one draw y ~ r: where y is a chosen child, descend to it; otherwise y is the bonus.
+    left is one draw y ~ r: where y is a chosen child, descend to it; otherwise y is the bonus. No q: all are chosen.
 
     Exact: the token z after a node has the law q(z) min(1, p/q)(z) + (p - q)+(z) = p(z), and further drawn children
-    repeat this on r. Chosen children decide whether z is walked through or is the bonus: they never enter.
+    repeat this on r. Chosen children decide whether z is walked through or is the bonus, not which z it is.
     Nodes decide independently, so all decide at once, and the decisions are followed from the root.
     """
     t, r, q = tree.topology, p, tree.q
@@ -217,16 +210,10 @@ def trace_path(next_node, tree, y):
     return path, n, y.index_select(0, path[-1:])[0]
 
 
-def accepted_prefix(accepted, tree, y):
-    """A chain's path: accepted (γ,) up to the first False; y (N,) has the bonus for every length."""
-    n = 1 + accepted.long().cumprod(0).sum()
-    return tree.topology.node, n, y.index_select(0, n[None] - 1)[0]
-
-
 # ---- Decoding ----
 class Committed(NamedTuple):
-    """What a drafter absorbs: n more positions in the target's cache, from `start` on. All tensors have P >= n rows,
-    padding from n on. tokens (P+1,): tokens[i] is the input at position start+i, tokens[n] the new anchor, which is in
+    """What a drafter absorbs: n more positions in the target's cache, from `start` on. P >= n rows, padding
+    from n on. tokens (P+1,): tokens[i] is the input at position start+i, tokens[n] the new anchor, which is in
     no cache yet; h: for every tap (P, d), the target's features at these positions; start, n: 0-d tensors."""
     tokens: torch.Tensor
     h: list
@@ -312,7 +299,7 @@ class Session:
         if self.temperature == 0:
             path, n, bonus = greedy(logits.argmax(-1), tree)
         else:
-            rule = self.chain_rule if tree.topology.is_chain else verify_tree
+            rule = self.chain_rule if tree.topology.is_chain and tree.q is not None else verify_tree
             path, n, bonus = rule(self.probs(logits), tree)
         tokens = torch.cat([tree.tokens.index_select(0, path), bonus[None]])
         tokens = tokens.scatter(0, n[None], bonus[None])  # anchor, accepted tokens, bonus, padding
@@ -344,7 +331,7 @@ class Session:
         return int((chance >= self.least_chance).sum()) if self.device.type == "cpu" else len(chance)
 
     def run(self, draft, verify):
-        """Rounds until done: draft() -> Tree (None: plain decoding), verify(tree) commits. Returns the Record.
+        """Rounds until done: draft() -> Tree (draft None: plain decoding), verify(tree) commits. Returns the Record.
 
         On CUDA both are captured as graphs after two rounds, which have warmed everything up and are not timed, and
         replayed from then on: what a round leaves to the next (anchor, caches, drafter's state) is written in place.

@@ -177,37 +177,41 @@ def test_a_batch_is_a_function_of_its_step_and_keeps_to_its_side():
 def test_muon_orthogonalises(shape):
     """An update has singular values near 1 and the gradient's own directions, whatever the gradient's size."""
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(3)]  # of one shape: they share a stack
-    for p, size in zip(params, (0.01, 1, 100)):
-        p.grad = torch.randn(shape) * size
-    train.Muon(params, lr=1.0).step()
-    for p in params:
-        update = -p.detach() / max(1, shape[0] / shape[1]) ** 0.5
+    for size in (0.01, 1, 100):
+        x = torch.randn(shape) * size
+        update = train.orthogonal(x)
         s = torch.linalg.svdvals(update)
-        u, _, vh = torch.linalg.svd(p.grad, full_matrices=False)
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
         assert s.min() > 0.3 and s.max() < 1.3 and s.mean() > 0.75
         assert torch.cosine_similarity(update.flatten(), (u @ vh).flatten(), 0) > 0.95
 
 
-def test_schedule_clipping_and_who_gets_which_rule():
-    """4 % warmup, linear decay to a tenth, for both; gradients of norm 1; Muon for the blocks' matrices alone."""
+def test_schedule_clipping_and_who_gets_which_rule(monkeypatch):
+    """4 % warmup, linear decay to a tenth, for both; gradients of norm 1; Muon for the blocks' matrices alone, with
+    Nesterov momentum and longer steps for tall ones."""
     target = model.GPT(model.GPTConfig(16, 300, 1, 2, 8))
     optimizer = train.Optimizer(target, 0.02, 100)
-    (muon, _), (adam, _) = optimizer.parts
-    name = {p: n for n, p in target.named_parameters()}
-    matrices, rest = ({name[p] for p in part.param_groups[0]["params"]} for part in (muon, adam))
+    name, adam = {p: n for n, p in target.named_parameters()}, optimizer.adam
+    matrices, rest = ({name[p] for p in params} for params in (optimizer.matrices, adam.param_groups[0]["params"]))
     assert matrices == {f"blocks.0.{n}.weight" for n in ("c_attn", "attn_proj", "c_fc", "mlp_proj")}
     assert rest == set(name.values()) - matrices
-    norms, rates = [], []
-    muon.step = lambda: norms.append(math.sqrt(sum(p.grad.norm().item() ** 2 for p in target.parameters())))
-    adam.step = lambda: rates.append((muon.param_groups[0]["lr"] / 0.02, adam.param_groups[0]["lr"] / 0.02 * 6))
+    norms, rates, momentum = [], [], 0.0
+    adam.step = lambda: norms.append(math.sqrt(sum(p.grad.norm().item() ** 2 for p in target.parameters())))
+    monkeypatch.setattr(train, "orthogonal", lambda x: x)
+    size = sum(p.numel() for p in target.parameters()) ** 0.5
     for step in range(100):
+        before = [p.detach().mean() for p in optimizer.matrices]
         for p in target.parameters():
             p.grad = torch.full_like(p, 50.0)
         optimizer.step(step)
         assert all(p.grad is None for p in target.parameters())
+        momentum = 0.95 * momentum + 0.05 / size
+        steps = [(a - p.detach().mean()) / (0.05 / size + 0.95 * momentum) for a, p in zip(before, optimizer.matrices)]
+        rates.append((steps[1].item() / 0.02, adam.param_groups[0]["lr"] / 0.02 * 6))
+        assert [s / steps[1] for s in steps] == pytest.approx([3 ** 0.5, 1, 2, 1], rel=0.02)
     expected = [0.25, 0.5, 0.75] + [1 - 0.9 * max(0, step - 4) / 96 for step in range(3, 100)]
-    assert [a for a, _ in rates] == pytest.approx(expected) == [b for _, b in rates]
+    assert [a for a, _ in rates] == pytest.approx(expected, rel=0.01)
+    assert [b for _, b in rates] == pytest.approx(expected)
     assert norms == pytest.approx([1] * 100, abs=1e-4)
 
 
