@@ -1,4 +1,4 @@
-"""DFlash: a whole block is drafted in one parallel pass, by a small model that reads the target in every layer.
+"""DFlash: a whole block is drafted in one pass, by a small model whose every layer reads the target's features.
 
 Paper: DFlash: Block Diffusion for Flash Speculative Decoding (Chen et al. 2026, arxiv.org/abs/2602.06036)
 Code:  github.com/z-lab/dflash
@@ -16,7 +16,7 @@ One round, block size B = 5:
 Glossary
     H_t = RMSNorm(W_c [h^(l1); ...; h^(lm)]_t)     Drafter.context
     K = [W_k H ; W_k x], V likewise                Layer.inject, blockwise, Drafter.cached: injected into every layer
-    anchor, slot k                                 at position pos+k, says the token there (a mask is none): no shift
+    anchor, slot k                                 at position pos+k: a mask says the token there, not the next
 
 Run it with --prompt TEXT, --train or --bench (--help has the rest). Left out: serving many requests at once.
 --tree 24 drafts a best-first tree over the same pass (DDTree, arxiv.org/abs/2604.12989). Read next: dflash2.py.
@@ -48,7 +48,6 @@ class Args(CommonArgs):
     n_draft_layer: int = arg(3, "draft layers")
     n_taps: int = arg(5, "target layers whose features are fused")
     n_anchors: int = arg(32, "blocks per training sequence")
-    argmax: bool = arg(False, "at T > 0 draft the likeliest tokens, not a sample")
     tree: int = arg(0, "nodes of a best-first tree, at least 2; 0: a chain", number(int, 0))
 
 
@@ -201,7 +200,7 @@ class Drafter(nn.Module):
         q = logits.softmax(-1) if probs is None else probs(logits)
         n = self.session.worth(acceptance(q).cumprod(0))  # Departure: published is the whole block.
         q = q[:n]
-        if probs is None or self.args.argmax:
+        if probs is None:
             return Tree(torch.cat([anchor, q.argmax(-1)]), chain(n, anchor.device))
         return Tree(torch.cat([anchor, sample(q)]), chain(n, anchor.device), F.pad(q, (0, 0, 0, 1)))
 

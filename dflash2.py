@@ -17,7 +17,7 @@ One round, block size B = 5:
 Glossary
     H_t = RMSNorm(W_c [h^(l1); ...; h^(lm)]_t)     Drafter.context
     K = [W_k H ; W_k x], V likewise                Layer.inject, blockwise, Drafter.cached: injected into every layer
-    anchor, slot k                                 at position pos+k, says the token there (a mask is none): no shift
+    anchor, slot k                                 at position pos+k: a mask says the token there, not the next
     conv(x)_t = Σ_o (base_o + D_t,o) ⊙ x_{t-o}     DynamicConv: o = 0, 1; D of the input, one value per 16 channels
     S_t(a,b) = U_t(b) + <A(a) ⊙ W_h h_t, B(b)>     Drafter.pair_scores is the second term; a the token before
 
@@ -50,7 +50,6 @@ class Args(CommonArgs):
     n_draft_layer: int = arg(3, "draft layers")
     n_taps: int = arg(5, "target layers whose features are fused")
     n_anchors: int = arg(32, "blocks per training sequence")
-    argmax: bool = arg(False, "at T > 0 draft the likeliest tokens, not a sample")
     n_candidates: int = arg(16, "K: tokens kept per slot")
     rank: int = arg(32, "r: width of the selector's tables")
 
@@ -252,7 +251,7 @@ class Drafter(nn.Module):
         n = self.session.worth(acceptance(q).cumprod(0))  # Departure: published is the whole block.
         q = q[:n]
         h, (U, candidates) = h[:n], logits[:n].topk(min(self.args.n_candidates, logits.shape[-1]))
-        if probs is None or self.args.argmax:
+        if probs is None:
             before = torch.cat([anchor.expand(1, U.shape[1]), candidates[:-1]])
             S = U[:, None] + self.pair_scores(h, candidates, before)
             tokens = candidates.gather(1, self.walk(S.argmax(-1))[1:, None])[:, 0]

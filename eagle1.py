@@ -137,8 +137,8 @@ class Drafter(nn.Module):
             parent += [first + row for row in rows]
             first = len(parent) - len(rows)
         drawn = F.pad(torch.cat(self.levels, 1)[1] < self.drawn, (1, 0))
+        self.expanded = torch.tensor(sorted(set(parent[1:])), device=session.device)
         parent = torch.tensor(parent, device=session.device)
-        self.expanded = parent[1:].unique()
         self.shape = Topology(parent, len(TREE), drawn, self.drawn)
 
     def cached(self, slots, visible):
@@ -151,8 +151,8 @@ class Drafter(nn.Module):
         return attend
 
     def absorb(self, target, new):
-        """Takes in committed positions (verify.Committed) with the target's features, over whatever rows estimates
-        left there. The last position gives the state at the anchor."""
+        """Takes in committed positions (verify.Committed) with the target's features, over what drafting left
+        there. The last position gives the state at the anchor."""
         P = len(new.tokens) - 1
         slots = new.start + self.cache.index[:P]
         attend = self.cached(slots, causal(P, self.state.device, self.state.dtype))

@@ -143,8 +143,8 @@ class Drafter(nn.Module):
         return attend
 
     def absorb(self, target, new):
-        """Takes in committed positions (verify.Committed) with the target's features, over whatever rows estimates
-        left there. The last position gives the state at the anchor."""
+        """Takes in committed positions (verify.Committed) with the target's features, over what drafting left
+        there. The last position gives the state at the anchor."""
         P = len(new.tokens) - 1
         slots = new.start + self.cache.index[:P]
         attend = self.cached(slots, causal(P, self.state.device, self.state.dtype))

@@ -58,7 +58,7 @@ class KVCache:
     """
 
     def __init__(self, n_layer, n_head, head_dim, slots, device=None, dtype=None):
-        slots = (slots + 63) // 64 * 64  # masks of other widths are copied by memory-efficient attention, every time
+        slots = (slots + 63) // 64 * 64  # attention copies masks of other widths on every call
         self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.arange(slots + 1, device=device)
@@ -79,7 +79,7 @@ class KVCache:
         """ancestors (R, T): 0 where row i may see row j behind pos, -inf elsewhere -> (R, attended): the committed
         prefix is visible to every row; what lies beyond those T rows, to none."""
         T = ancestors.shape[-1]
-        padded = F.pad(ancestors, (1, 1), value=-math.inf)  # prefix | new rows | beyond
+        padded = F.pad(ancestors, (1, 1), value=-math.inf)  # column 0 prefix, 1..T new rows, T+1 beyond
         padded[:, 0] = 0
         column = (self.index[1:self.attended + 1] - self.pos).clamp_(0, T + 1)
         return padded.index_select(1, column)
@@ -145,7 +145,7 @@ class GPT(nn.Module):
 
         Without a cache: a plain causal pass over positions 0..T-1.
         With a cache (B = 1): the T tokens follow the cache.pos committed ones, and their keys and values are
-        written behind them; pos does not move (commit_path moves it). With a tree (verify.Topology of T nodes) token i
+        written behind them; pos does not move (Session does). With a tree (verify.Topology of T nodes) token i
         stands at slot pos+i and at position pos+depth[i], and sees the committed prefix and its own ancestors.
         Positions beyond the context are clamped: a rule may accept such nodes, Session.record_tokens cuts them off.
         """

@@ -106,6 +106,11 @@ class Tree:
     topology: Topology
     q: torch.Tensor | None = None
 
+    def __post_init__(self):
+        t, N = self.topology, len(self.tokens)
+        assert len(t.parent) == N, f"{N} tokens, the anchor among them, for a topology of {len(t.parent)} nodes"
+        assert self.q is None or (t.max_drawn and len(self.q) == N), "q (N, V) goes with drawn nodes"
+
 
 def acceptance(q):
     """How often a token drawn from q (..., V) is accepted, Σ min(p, q), as measured: max q, and at least 0.5."""

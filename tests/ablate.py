@@ -60,14 +60,13 @@ EXPERIMENTS = [  # (label, method, settings or a change)
     ("5 layers", "dflash", {"n_draft_layer": 5}),
     ("B = 8", "dflash", {"block_size": 8}),
     ("B = 10", "dflash", {"block_size": 10}),
-    ("the likeliest tokens at T > 0", "dflash", {"argmax": True}),
     ("a best-first tree of 24 nodes", "dflash", {"tree": 24}),
     ("default: conv and selector", "dflash2", {}),
     ("without conv", "dflash2", lambda m: patch.object(m.DynamicConv, "forward", lambda self, x, kernel: x)),
     # Without its loss B, and with it every score, stays 0.
     ("without selector", "dflash2", lambda m: patch.object(m.Drafter, "selector_loss", lambda *_: 0.0)),
 ]
-DRAFTING = {"drawn", "argmax", "tree"}  # settings that training does not see
+DRAFTING = {"drawn", "tree"}  # settings that training does not see
 
 
 def trained(label, module, settings, target, data, steps):
