@@ -53,8 +53,7 @@ class Args(CommonArgs):
 
 def heads(x, n, n_head):
     """(b, T, n*d) -> n tensors in one, (n, b, n_head, T, d/n_head)."""
-    b, T, _ = x.shape
-    return x.view(b, T, n, n_head, -1).permute(2, 0, 3, 1, 4)
+    return x.unflatten(-1, (n, n_head, -1)).permute(2, 0, 3, 1, 4)
 
 
 class Layer(nn.Module):

@@ -137,8 +137,11 @@ def siblings(logits, k, n_drawn=0, probs=None):
 # bonus (): the token after the last of them.
 def greedy(y, tree):
     """Temperature 0: y (N,) is the target's own choice at every node; follow it while it was drafted."""
-    node = tree.topology.node
-    return trace_path(match_children(y, tree, node, node > 0), tree, y)
+    t = tree.topology
+    if t.is_chain:  # up to the first that was not drafted
+        n = 1 + (tree.tokens[1:] == y[:-1]).long().cumprod(0).sum()
+        return t.node, n, y.index_select(0, n[None] - 1)[0]
+    return trace_path(match_children(y, tree, t.node, t.node > 0), tree, y)
 
 
 def verify_chain(p, tree):

@@ -179,7 +179,8 @@ def markdown(found):
         stages.append([*who, *(f"{x:.2f}" for x in (plain, draft, check, (draft + check) / plain))])
         alphas.append([*who, *(" ".join(f"{a:.2f}" for a in n["n_alpha"][:8]) for n in numbers)])
         copies[run["T"]] = [run["T"], *(f"{n['repeated']:.0%}" for n in numbers)]
-    methods = [[name, f"{m['parameters'] / 1e6:.2f}", m["minutes"], f"{m['p_value']:.3f}"]
+    methods = [[name, f"{m['parameters'] / 1e6:.2f}", m["minutes"], f"{m['p_value']:.3f}",
+                *(f"{n} ({n / one:.2f})" for n, one in zip(m["operations"], found["plain"]))]
                for name, m in found["methods"].items()]
     columns = [f"{d} {what}" for d in domains for what in ("τ", "speedup", "nodes")]
     return "\n".join([
@@ -193,8 +194,10 @@ def markdown(found):
         table(["", "T", *domains], alphas),
         "8-grams of plain decoding that stand earlier in the same text. Drafters copy them easily.\n",
         table(["T", *domains], copies.values()),
-        "Law: p-value of a chi-square test in float32 of the first four tokens of 600 texts (T = 1, top-k 3).\n",
-        table(["", "M parameters", "trained, min", "law, p"], methods)])
+        "Law: p-value of a chi-square test in float32 of the first four tokens of 600 texts (T = 1, top-k 3).",
+        "Operations: what a CUDA graph of a round would hold, computed, not measured; in brackets by those of plain",
+        "decoding, {} and {}: the τ from which drafting pays where each takes as long.\n".format(*found["plain"]),
+        table(["", "M parameters", "trained, min", "law, p", "operations, T = 0", "T = 1"], methods)])
 
 
 def write(path, text):
@@ -275,7 +278,8 @@ def main():
         name = module.__name__
         generates[name] = partial(module.generate, target, drafter)
         methods[name] = {"parameters": sum(p.numel() for p in drafter.parameters()),
-                         "minutes": training_minutes(module, ckpt)}
+                         "minutes": training_minutes(module, ckpt),
+                         "operations": [sum(helpers.operations(name, target, T, drafter)) for T in (0.0, 1.0)]}
     if options.figure:
         write(ROOT / ".github" / "rounds.svg", picture(generates, target, data))
         return
@@ -290,7 +294,8 @@ def main():
                 "method": name, "T": f"{T:g}", "ms": [stage_times(plain, few, T)[1], *stage_times(generate, few, T)],
                 "domains": {d: measure(generate, target, data.enc, pairs, options.max_new_tokens, T)
                             for d, pairs in prompts.items()}})
-    found = {"machine": machine(target, options), "runs": runs, "methods": methods}
+    found = {"machine": machine(target, options), "runs": runs, "methods": methods,
+             "plain": [sum(helpers.operations(None, target, T)) for T in (0.0, 1.0)]}
     target.float()
     laws = [exact_law(target, prompt) for prompt in few]
     entropies = [-sum(p * math.log(p) for p in law.values()) for law in laws]

@@ -11,6 +11,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train
 import verify
@@ -325,9 +327,9 @@ def small_ways(name):
 
 
 def a_round(name, target, prompt=(1, 2, 3, 4), device="cpu", temperature=0.0, drafter=None, **settings):
-    """(session, drafter, draft, verify) of a method after prefill, as its generate composes them."""
-    method = importlib.import_module(name)
-    if drafter is None:
+    """(session, drafter, draft, verify) of a method after prefill, as its generate composes them (None: plain)."""
+    method = name and importlib.import_module(name)
+    if name and drafter is None:
         drafter = method.Drafter(target.config, method.Args(**settings)).to(device, target.wte.weight.dtype).eval()
     found = []
 
@@ -336,5 +338,31 @@ def a_round(name, target, prompt=(1, 2, 3, 4), device="cpu", temperature=0.0, dr
         return session.record
 
     with mock.patch.object(Session, "run", run):
-        method.generate(target, drafter, list(prompt), target.config.max_seq_len, temperature)
+        generate = partial(method.generate, target, drafter) if name else partial(verify.autoregressive, target)
+        generate(list(prompt), target.config.max_seq_len, temperature)
     return found
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that a GPU runs: those that write, or return a storage of their own. Views are none."""
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        old, new = ({t.untyped_storage()._cdata for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
+                    for x in ((args, kwargs), out))
+        self.n += bool(new - old) or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+        return out
+
+
+@torch.inference_mode()
+def operations(name, target, temperature=0.0, drafter=None):
+    """(of a draft, of the rest of the round) as CUDA captures it; name None: plain decoding."""
+    with mock.patch.object(Session, "worth", lambda self, chance: len(chance)):
+        _, _, draft, check = a_round(name, target, drafter=drafter, temperature=temperature)
+        check(draft() if draft else None)  # what is made once is there now
+        with Operations() as first:
+            tree = draft() if draft else None
+        with Operations() as second:
+            check(tree)
+    return first.n, second.n
