@@ -122,12 +122,12 @@ def siblings(logits, k, n_drawn=0, probs=None):
     replacement, the others are the likeliest of the rest. -> tokens (m, k), and q (m, V) or None."""
     if not n_drawn:
         return logits.topk(k).indices, None
-    q, tokens = probs(logits), []
-    left = q
-    for _ in range(n_drawn):
-        tokens.append(sample(left)[:, None])
+    left = q = probs(logits)
+    tokens = [sample(q)[:, None]]
+    for _ in range(n_drawn - 1):
         left = left.scatter(1, tokens[-1], 0)
         left = normalize(left, torch.ones_like(left))  # where nothing is left, any token will do
+        tokens.append(sample(left)[:, None])
     rest = logits.scatter(1, torch.cat(tokens, 1), -math.inf).topk(k - n_drawn).indices
     return torch.cat([*tokens, rest], 1), q
 
@@ -334,8 +334,8 @@ class Session:
         return len(new) - 1, len(kept)
 
     def worth(self, chance):
-        """How many drafted tokens are worth their time: chance (n,) is how likely each is accepted with all before it.
-        A chosen length, so exact if it depends on nothing drawn in the tokens it drops. On CUDA all: fixed shapes."""
+        """How many tokens are worth drafting: chance (n,) is how likely each is accepted with all before it. Exact, as
+        long as none that is dropped was drawn already. On CUDA all of them: fixed shapes."""
         return int((chance >= self.least_chance).sum()) if self.device.type == "cpu" else len(chance)
 
     def run(self, draft, verify):
