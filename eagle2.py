@@ -51,7 +51,7 @@ class Args(CommonArgs):
     # Departure: published k = m = 10, N = 60, depth 5 to 7, for targets of 7 B parameters.
     width: int = arg(4, "k: children of an expanded node")
     beam: int = arg(2, "m: nodes expanded per level, at most k")
-    depth: int = arg(5, "levels expanded below the first")
+    depth: int = arg(7, "levels expanded below the first")
     n_nodes: int = arg(10, "N: nodes of the tree, at least what is drawn", number(int, 2))
     # Departure: EAGLE-1 draws all children, EAGLE-2 none.
     drawn: int = arg(1, "drawn children of a node at T > 0", number(int, 0, 1))
@@ -181,7 +181,7 @@ class Drafter(nn.Module):
             parent = node.repeat_interleave(self.width)
             levels.append((children.flatten(), parent, values.index_fill(1, self.first, math.inf).flatten()))
             values = values[:, :n_expandable].flatten()
-            m = min(self.beam, self.session.worth(values.exp()))  # Departure: published are always m, for all levels.
+            m = min(self.beam, self.session.worth(values.exp() / 2))  # Departure: published always m. Two rows' time.
             if depth > self.args.depth or not m:
                 break
             v, best = values.topk(m)
