@@ -14,7 +14,7 @@ PROMPTS = [question for question, _, _ in train.math_texts(2, 99, True)] + [
     'def area(width, height):\n    """', "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def ",
     "Return the number of ", "This module provides a class that reads files and "]
 # τ of six greedy texts of 64 tokens, by method.
-GOLDEN = {"eagle1": 3.94, "eagle2": 3.98, "eagle3": 4.61, "dflash": 3.60, "dflash2": 4.06}
+GOLDEN = {"eagle1": 3.94, "eagle2": 3.98, "eagle3": 4.91, "dflash": 3.60, "dflash2": 4.06}
 
 
 @pytest.fixture(scope="module")
