@@ -237,6 +237,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, error):
     with pytest.raises(SystemExit, match=r"x\.pt could not be written: [^\n]*$"):
         train.save(path, checkpoint())
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
+    monkeypatch.undo()
+    with path.open("rb") as reader:  # who reads meanwhile has the old file, whole
+        train.save(path, {**checkpoint(), "step": 4})
+        assert reader.read() == before != path.read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own about such files
