@@ -233,7 +233,7 @@ def train(args):
             loss = run.parallel(target, idx)
         loss.backward()
         optimizer.step(step)
-        run.log(loss)
+        run.losses.append(loss.detach())
 
 
 @torch.inference_mode()

@@ -25,7 +25,6 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -49,7 +48,6 @@ THINGS = "apples books coins pencils stamps marbles cards shells stickers ticket
 
 
 def story(r):
-    """Gains and losses of a number of things."""
     name, thing, n = r.choice(NAMES), r.choice(THINGS), r.randint(5, 30)
     text, steps = f"{name} has {n} {thing}.", []
     for _ in range(r.randint(2, 3)):
@@ -64,7 +62,6 @@ def story(r):
 
 
 def addition(r):
-    """Written addition, digit by digit with carries."""
     a, b, carry, steps = r.randint(100, 999), r.randint(100, 999), 0, []
     for i, place in enumerate(("ones", "tens", "hundreds")):
         x, y = a // 10**i % 10, b // 10**i % 10
@@ -76,7 +73,6 @@ def addition(r):
 
 
 def multiplication(r):
-    """Long multiplication by partial products."""
     a, b = r.randint(12, 99), r.randint(3, 9)
     tens, ones = a // 10 * 10, a % 10
     steps = [f"Split {a} into {tens} + {ones}.", f"First, {tens} * {b} = {tens * b}.",
@@ -85,7 +81,6 @@ def multiplication(r):
 
 
 def equation(r):
-    """A linear equation in one unknown."""
     x, a, b, v = r.randint(1, 12), r.randint(2, 9), r.randint(1, 20), r.choice("xyn")
     sign, back, verb = r.choice((("+", "-", "Subtract"), ("-", "+", "Add")))
     c = a * x + b if sign == "+" else a * x - b
@@ -95,7 +90,6 @@ def equation(r):
 
 
 def percentage(r):
-    """A percentage of a number, by way of one percent."""
     p, n = r.choice(range(5, 100, 5)), r.randint(1, 30)
     parts = [part for part in (p // 10 * 10, p % 10) if part]
     steps = [f"1 percent of {n}00 is {n}00 / 100 = {n}."]
@@ -106,7 +100,6 @@ def percentage(r):
 
 
 def sequence(r):
-    """A member of an arithmetic sequence, written out one by one."""
     a, d, n = r.randint(1, 30), r.randint(2, 12), r.randint(5, 8)
     steps = [f"The difference is {a + d} - {a} = {d}."]
     steps += [f"Number {i}: {a + (i - 2) * d} + {d} = {a + (i - 1) * d}." for i in range(4, n + 1)]
@@ -134,12 +127,6 @@ def math_texts(n, seed, holdout):
     return texts
 
 
-def answer_of(text):
-    """What a generated solution gives as its answer, or None."""
-    found = re.search(r"Answer: ([^\n]+)\n", text)
-    return found and found[1]
-
-
 # ---- Data: the corpus ----
 # Left out: other people's packages, tests (assertions that repeat, tables of data) and encodings (tables).
 NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
@@ -147,12 +134,8 @@ NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "enc
 
 def prose_of(source):
     """Docstrings of at least two lines and comments of at least four, in a Python source."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return []
     documented = ast.Module, ast.ClassDef, ast.FunctionDef
-    docs = [ast.get_docstring(n) for n in nodes if isinstance(n, documented)]
+    docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, documented)]
     comments = re.findall(r"(?m)(?:^ *# [^\n]*\n){4,}", source)
     comments = [re.sub(r"(?m)^ *# ?", "", c) for c in comments]
     return [text for text in docs + comments if text and "\n" in text]
@@ -168,7 +151,7 @@ def read_corpus(data=None):
         if not any(text.strip() for text in texts):
             sys.exit(f"--data {data}: no such file, or no text in it")
         return {"text": {"train": [t[:len(t) * 7 // 8] for t in texts], "held": [t[len(t) * 7 // 8:] for t in texts]}}
-    corpus = defaultdict(lambda: {"train": [], "held": []})
+    corpus = {domain: {"train": [], "held": []} for domain in ("math", "code", "prose")}
     for side, n in (("train", 60000), ("held", 400)):
         problems = math_texts(n, 1234, side == "held")
         corpus["math"][side] = [question + solution for question, solution, _ in problems]
@@ -180,9 +163,9 @@ def read_corpus(data=None):
             side = "held" if held_out(name.as_posix()) else "train"
             corpus["code"][side].append(source)
             corpus["prose"][side] += prose_of(source)
-    if "code" not in corpus:
+    if not corpus["code"]["train"]:
         print(f"no Python sources under {root}: maths alone; --data gives other text", file=sys.stderr)
-        return corpus
+        return {"math": corpus["math"]}
     from pydoc_data.topics import topics
     for name, text in topics.items():
         corpus["prose"]["held" if held_out(name) else "train"].append(text)
@@ -209,14 +192,10 @@ def train_tokenizer(corpus, vocab_size):
 
 
 def encoding(tokenizer):
-    """The tiktoken Encoding of a tokenizer as it stands in a checkpoint: {"ranks": [latin-1]} or {"name": "gpt2"}."""
-    if "name" in tokenizer:
-        try:
-            return tiktoken.get_encoding(tokenizer["name"])
-        except OSError as error:
-            sys.exit(f"the {tokenizer['name']} tokenizer has to be fetched once, into TIKTOKEN_CACHE_DIR: {error}")
+    """The tiktoken Encoding of a tokenizer as it stands in a checkpoint."""
     ranks = {piece.encode("latin-1"): i for i, piece in enumerate(tokenizer["ranks"])}
-    return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+    pattern = tokenizer.get("pattern", PATTERN)
+    return tiktoken.Encoding("corpus", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
 
 
 SHARE = {"math": 0.4, "code": 0.35, "prose": 0.25, "text": 1.0}  # of the sequences in a batch
@@ -262,8 +241,7 @@ class Data:
         r, found = random.Random(seed), {}
         for domain in self.domains:
             if domain == "math":
-                problems = math_texts(n, 99 + seed, True)
-                found[domain] = [(self.enc.encode_ordinary(q), a) for q, _, a in problems]
+                found[domain] = [(self.enc.encode_ordinary(q), a) for q, _, a in math_texts(n, 99 + seed, True)]
             else:
                 t, starts = self.tokens[domain, "held"], self.starts[domain, "held"]
                 first = [int(starts[r.randrange(len(starts))]) for _ in range(n)]
@@ -305,6 +283,8 @@ class Optimizer:
         lr = self.lr * min((step + 1) / warmup, 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup))
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)
         for p, momentum in zip(self.matrices, self.momenta):
+            if p.grad is None:  # the loss does not reach it
+                continue
             momentum.lerp_(p.grad, 0.05)
             update = orthogonal(p.grad.lerp(momentum, 0.95))  # Nesterov
             p.mul_(1 - lr * self.decay)
@@ -447,8 +427,6 @@ def load_weights(module, checkpoint, path):
 def load_target(path, device, dtype=torch.float32):
     """The frozen target of a checkpoint, with .tokenizer and .fingerprint, 16 hex digits that identify its weights."""
     checkpoint = load(path, "target")
-    if checkpoint["step"] < checkpoint["args"].get("steps", 0):
-        sys.exit(f"{path} is not trained to the end: python train.py --ckpt {path} --resume finishes it")
     target = model.GPT(model.GPTConfig(**checkpoint["config"]))
     load_weights(target, checkpoint, path)
     weights = [w.float().numpy().tobytes() for _, w in sorted(target.state_dict().items())]
@@ -479,35 +457,30 @@ def init_target(args):
         else:
             weights = torch.hub.load_state_dict_from_url(url, "out", file_name=f"{file}.bin", weights_only=True)
             n_head = weights["wte.weight"].shape[1] // 64  # in all four sizes
-        target = model.load_gpt2(weights, n_head)
+        target, enc = model.load_gpt2(weights, n_head), tiktoken.get_encoding("gpt2")
+        assert enc.n_vocab == target.config.vocab_size, "not as many embeddings as GPT-2's tokenizer has tokens"
     except Exception as error:  # whatever a network or a foreign file may cause
         sys.exit(f"--init {args.init}: no GPT-2 weights with a config.json beside them, nor fetched ({error!r})")
-    tokenizer, config = {"name": "gpt2"}, target.config
-    if encoding(tokenizer).n_vocab != config.vocab_size:
-        sys.exit(f"--init {args.init}: {config.vocab_size} embeddings do not fit GPT-2's tokenizer")
+    ranks = [enc.decode_single_token_bytes(i).decode("latin-1") for i in range(enc.eot_token)]
     save(args.ckpt, {"name": "target", "model": target.state_dict(), "args": {}, "step": 0,
-                     "config": asdict(config), "tokenizer": tokenizer})
+                     "config": asdict(target.config), "tokenizer": {"ranks": ranks, "pattern": enc._pat_str}})
 
 
 # ---- Training: what is the same for the target and for every drafter ----
 class Run:
     """The frame of a training loop: `for step in run` shows progress, saves every minute, at the end and on Ctrl-C, and
     resumes. Under torchrun every process takes its share of the batch, and gradients are averaged; rank 0 saves. extra:
-    what the checkpoint holds beside weights and curve, [step, seconds, mean loss] of every ten steps."""
+    what the checkpoint holds beside weights and curve, [step, mean loss] of every ten steps."""
 
     def __init__(self, args, module, optimizer, extra):
         self.args, self.module, self.optimizer, self.extra = args, module, optimizer, extra
         self.path, self.first = Path(args.ckpt or f"out/{args.name}.pt"), 0
         self.losses, self.curve = [], []
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            sys.exit(f"{self.path} could not be written: {error.strerror}; give another --ckpt")
         found = load(self.path, args.name) if args.resume or self.path.exists() else {}  # never over a foreign file
         if args.resume:
-            self.first, self.curve = found["step"], found.get("curve", [])
             if found.get("target") != extra.get("target") or "optimizer" not in found:
                 sys.exit(f"--resume: {self.path} is for another target, or holds the weights alone")
+            self.first, self.curve = found["step"], found["curve"]
             load_weights(module, found, self.path)
             optimizer.load_state_dict(found["optimizer"])
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -526,13 +499,10 @@ class Run:
         amx = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
         return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" or amx)
 
-    def log(self, loss):
-        self.losses.append(loss.detach())
-
     def __iter__(self):
-        args, stop, began, saved = self.args, [], time.time(), time.time()
-        before = self.curve[-1][1] if self.curve else 0
+        args, stop = self.args, []
         signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # acted on between two complete steps
+        saved = time.time() if self.first else 0  # a new run saves after its first step: it can be written
         steps = range(self.first, args.steps)
         bar = tqdm(steps, f"training {args.name}", args.steps, initial=self.first, disable=self.rank > 0)
         for step in bar:
@@ -545,7 +515,7 @@ class Run:
                 self.losses.clear()
                 if not math.isfinite(loss):  # the checkpoint stays the last good one
                     sys.exit(f"the loss is {loss} at step {done}: try a smaller --lr")
-                self.curve.append([done, before + now - began, loss])
+                self.curve.append([done, loss])
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if due and self.rank == 0:
                 save(self.path, {**self.extra, "name": args.name, "model": self.module.state_dict(), "step": done,
@@ -581,7 +551,7 @@ def train(args):
         loss = F.cross_entropy(logits.flatten(0, 1).float(), idx[:, 1:].flatten())
         loss.backward()
         optimizer.step(step)
-        run.log(loss)
+        run.losses.append(loss.detach())
     for domain in data.domains:
         idx = data.batch(0, 16, seed=1, side="held", domain=domain).to(args.device)
         with torch.no_grad():
@@ -605,17 +575,17 @@ def marked(record, enc):
 
 def draw(record, enc):
     """Every round on its own: the drafted tree, depth first, its accepted path marked +, and what was supplied."""
-    def draw_children(node, depth, accepted):
-        for child in [i for i, parent in enumerate(parents) if parent == node]:
-            hit = depth < len(accepted) and accepted[depth] == tokens[child]
-            print("  " * depth + ("+ " if hit else "  ") + repr(enc.decode([tokens[child]])))
-            draw_children(child, depth + 1, accepted if hit else [])
-
     at = 1
     for r in record.rounds:
         (tokens, parents), new, at = r.draft, record.tokens[at:at + r.kept], at + r.kept
         print(f"\n{len(tokens) - 1} drafted, {r.accepted} accepted, supplied: {enc.decode(new[r.accepted:])!r}")
-        draw_children(0, 0, new[:r.accepted])
+        paths = [()]
+        for i, parent in enumerate(parents[1:], 1):
+            paths.append((*paths[parent], i))
+        for path in sorted(paths[1:]):
+            words = [tokens[i] for i in path]
+            mark = "+ " if words == new[:r.accepted][:len(path)] else "  "
+            print("  " * (len(path) - 1) + mark + repr(enc.decode(words[-1:])))
 
 
 def show(generate, args, target, enc):
@@ -651,7 +621,7 @@ def benchmark(generate, args, target, data):
             verify.measure(target, generate, texts[:1], 16, *sampling)  # warm up both
             texts = tqdm(texts, f"measuring {domain}", leave=False)
             n, records = verify.measure(target, generate, texts, args.max_new_tokens, *sampling, seed=args.seed)
-            n["right_answers"] = [sum(answer_of(enc.decode(pair[i].tokens)) == answer for pair, (_, answer)
+            n["right_answers"] = [sum(f"Answer: {answer}\n" in enc.decode(pair[i].tokens) for pair, (_, answer)
                                       in zip(records, pairs)) if domain == "math" else None for i in (0, 1)]
             right = "{} / {} plain".format(*n["right_answers"]) if domain == "math" else ""
             print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {right:13}",

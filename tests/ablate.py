@@ -43,19 +43,36 @@ def hard_labels(module):
     return patch.object(module.Drafter, "forward", loss)
 
 
+def sharper(module):
+    """At T > 0, drafts are drawn from q^1.3."""
+    draft = module.Drafter.draft
+    return patch.object(module.Drafter, "draft", lambda self, target, anchor, probs=None: draft(
+        self, target, anchor, probs and (lambda logits: probs(1.3 * logits))))
+
+
+def normed_taps(module):
+    context = module.Drafter.context
+    return patch.object(module.Drafter, "context", lambda self, h: context(
+        self, [F.layer_norm(x, x.shape[-1:]) for x in h]))
+
+
 EXPERIMENTS = [  # (label, method, settings or a change)
     ("default: one child drawn at T > 0", "eagle1", {}),
     ("none drawn", "eagle1", {"drawn": 0}),
     ("all drawn", "eagle1", {"drawn": 3}),
     ("without the token that followed", "eagle1", without_token),
-    ("default: one child drawn at T > 0", "eagle2", {}),
+    ("default: one child drawn at T > 0, depth 7", "eagle2", {}),
     ("none drawn", "eagle2", {"drawn": 0}),
-    ("default: one child drawn at T > 0, normed taps", "eagle3", {}),
+    ("depth 5", "eagle2", {"depth": 5}),
+    ("default: one child drawn at T > 0, depth 7, normed taps", "eagle3", {}),
     ("none drawn", "eagle3", {"drawn": 0}),
+    ("depth 5", "eagle3", {"depth": 5}),
     ("one step of the training-time test", "eagle3", {"ttt": 1}),
     ("raw taps", "eagle3", lambda m: patch.object(m.Drafter, "fuse", lambda self, h: self.fc(torch.cat(h, -1)))),
     ("default: 3 layers, B = 16, soft labels, drawn", "dflash", {}),
     ("hard labels: the text's own tokens", "dflash", hard_labels),
+    ("normed taps", "dflash", normed_taps),
+    ("q^1.3", "dflash", sharper),
     ("1 layer", "dflash", {"n_draft_layer": 1}),
     ("5 layers", "dflash", {"n_draft_layer": 5}),
     ("B = 8", "dflash", {"block_size": 8}),
@@ -66,7 +83,7 @@ EXPERIMENTS = [  # (label, method, settings or a change)
     # Without its loss B, and with it every score, stays 0.
     ("without selector", "dflash2", lambda m: patch.object(m.Drafter, "selector_loss", lambda *_: 0.0)),
 ]
-DRAFTING = {"drawn", "tree"}  # settings that training does not see
+DRAFTING = {"drawn", "depth", "tree", sharper}  # what training does not see
 
 
 def trained(label, module, settings, target, data, steps):
@@ -84,14 +101,15 @@ def trained(label, module, settings, target, data, steps):
 
 
 def row(label, method, what, target, data, options):
-    """[label, τ and speedup by domain with their means at T = 0 and at T = 1, minutes of training]."""
+    """[label, τ and speedup by domain with their means at T = 0 and at T = 1]."""
     module, cells = compare.load_method(method), [label]
     settings, change = ({}, what) if callable(what) else (what, contextlib.nullcontext)
     training = {k: v for k, v in settings.items() if k not in DRAFTING}
     with change(module):
-        tag = label if training or callable(what) else ""  # what only drafting sees shares the default's checkpoint
+        # What only drafting sees shares the default's checkpoint.
+        tag = label if training or (callable(what) and what not in DRAFTING) else ""
         path = trained(tag, module, training, target, data, options.steps)
-        drafter, ckpt = compare.load_drafter(module, target, ckpt=str(path), **settings)
+        drafter = compare.load_drafter(module, target, ckpt=str(path), **settings)
         generate = partial(module.generate, target, drafter)
         for T in (0.0, 1.0):
             found = [compare.measure(generate, target, data.enc, pairs, options.max_new_tokens, T)
@@ -100,7 +118,7 @@ def row(label, method, what, target, data, options):
                 numbers = [n[key] for n in found]
                 mean = sum(numbers) / len(numbers)
                 cells.append(" / ".join(f"{n:.2f}" for n in numbers) + f", **{mean:.2f}**")
-    return [*cells, compare.training_minutes(module, ckpt)]
+    return cells
 
 
 def main():
@@ -120,7 +138,7 @@ def main():
             print(" | ".join(rows[method][-1]), flush=True)
     text = [f"# Ablations\n\nWritten by `python tests/ablate.py`, {options.steps} steps of training each. By domain",
             f"({', '.join(data.domains)}), and the mean in bold. {compare.machine(target, options)}\n"]
-    header = ["T = 0: τ", "speedup", "T = 1: τ", "speedup", "trained, min"]
+    header = ["T = 0: τ", "speedup", "T = 1: τ", "speedup"]
     text += [compare.table([method, *header], found) for method, found in rows.items()]
     print("\n".join(text))
     if not options.methods and not options.quick:

@@ -47,12 +47,12 @@ def load_method(file):
 
 
 def load_drafter(module, target, ckpt=None, **settings):
-    """(drafter, path of its checkpoint), with the checkpoint's settings but for those given here."""
+    """A method's drafter, with the checkpoint's settings but for those given here."""
     name = getattr(module.Drafter, "name", module.__name__)
     ckpt = ckpt or str(train.find(name))
     args = train.parse(module.Args, module.__doc__, name, ["--ckpt", ckpt])
     vars(args).update(settings)
-    return train.load_drafter(module, args, target), ckpt
+    return train.load_drafter(module, args, target)
 
 
 def open_target(path, data):
@@ -63,11 +63,6 @@ def open_target(path, data):
         torch.set_num_threads(1)
     enc = train.encoding(target.tokenizer)
     return target, train.Data(train.read_corpus(data), enc, min(256, target.config.max_seq_len))
-
-
-def training_minutes(module, ckpt):
-    """By the checkpoint's curve; "–" without training."""
-    return f"{train.load(ckpt, module.Drafter.name)['curve'][-1][1] / 60:.1f}" if hasattr(module, "train") else "–"
 
 
 # ---- Measurements ----
@@ -84,8 +79,9 @@ def measure(generate, target, enc, pairs, n_new, T):
     grams = [[tuple(r.tokens[i - 8:i]) for i in range(8, len(r.tokens) + 1)] for _, r in records]
     numbers["repeated"] = 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
     truth = [answer for _, answer in pairs]
-    texts = [[train.answer_of(enc.decode(r.tokens)) for r in side] for side in zip(*records)]
-    numbers["right"] = [sum(a == b for a, b in zip(side, truth)) for side in texts] if truth[0] else None
+    texts = [[enc.decode(r.tokens) for r in side] for side in zip(*records)]
+    right = [sum(f"Answer: {answer}\n" in text for text, answer in zip(side, truth)) for side in texts]
+    numbers["right"] = right if truth[0] else None
     return numbers
 
 
@@ -179,7 +175,7 @@ def markdown(found):
         stages.append([*who, *(f"{x:.2f}" for x in (plain, draft, check, (draft + check) / plain))])
         alphas.append([*who, *(" ".join(f"{a:.2f}" for a in n["n_alpha"][:8]) for n in numbers)])
         copies[run["T"]] = [run["T"], *(f"{n['repeated']:.0%}" for n in numbers)]
-    methods = [[name, f"{m['parameters'] / 1e6:.2f}", m["minutes"], f"{m['p_value']:.3f}",
+    methods = [[name, f"{m['parameters'] / 1e6:.2f}", f"{m['p_value']:.3f}",
                 *(f"{n} ({n / one:.2f})" for n, one in zip(m["operations"], found["plain"]))]
                for name, m in found["methods"].items()]
     columns = [f"{d} {what}" for d in domains for what in ("τ", "speedup", "nodes")]
@@ -197,7 +193,7 @@ def markdown(found):
         "Law: p-value of a chi-square test in float32 of the first four tokens of 600 texts (T = 1, top-k 3).",
         "Operations: what a CUDA graph of a round would hold, computed, not measured; in brackets by those of plain",
         "decoding, {} and {}: the τ from which drafting pays where each takes as long.\n".format(*found["plain"]),
-        table(["", "M parameters", "trained, min", "law, p", "operations, T = 0", "T = 1"], methods)])
+        table(["", "M parameters", "law, p", "operations, T = 0", "T = 1"], methods)])
 
 
 def write(path, text):
@@ -274,11 +270,10 @@ def main():
     methods, generates = {}, {}
     for file in options.methods or METHODS:
         module = load_method(file)
-        drafter, ckpt = load_drafter(module, target)
+        drafter = load_drafter(module, target)
         name = module.__name__
         generates[name] = partial(module.generate, target, drafter)
         methods[name] = {"parameters": sum(p.numel() for p in drafter.parameters()),
-                         "minutes": training_minutes(module, ckpt),
                          "operations": [sum(helpers.operations(name, target, T, drafter)) for T in (0.0, 1.0)]}
     if options.figure:
         write(ROOT / ".github" / "rounds.svg", picture(generates, target, data))

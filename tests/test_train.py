@@ -13,10 +13,10 @@ import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import tiktoken
 import torch
 from cli import ENV, ROOT, SHAPE, SMALL, problems, refused, run, tensors, write_texts
 from test_model import published
@@ -87,8 +87,7 @@ def test_no_held_out_problem_is_trained_on():
     kinds = Counter("a name" if q.split()[1] in train.NAMES else q.split()[1] for q, _, _ in trained)
     assert len(kinds) == 6 and all(abs(n - 2000) < 4.4 * (12000 * 5 / 36) ** 0.5 for n in kinds.values())
     for question, solution, answer in trained[:100]:
-        assert question.endswith("\nSolution:") and train.answer_of(solution) == answer
-        assert train.answer_of(solution[:-1]) is None  # an unfinished number is none
+        assert question.endswith("\nSolution:") and solution.endswith(f"\nAnswer: {answer}\n")
     data = train.Data({"math": {"train": ["text " * 9], "held": ["text " * 9]}}, BYTES, 32)
     for prompt, answer in data.prompts(20, seed=3)["math"]:
         question = BYTES.decode(prompt)
@@ -220,7 +219,7 @@ def checkpoint():
     torch.manual_seed(0)
     target = model.GPT(model.GPTConfig(16, 300, 1, 2, 8))
     return {"name": "target", "model": target.state_dict(), "config": vars(target.config), "args": {"steps": 3},
-            "step": 3, "tokenizer": {"name": "gpt2"}, "optimizer": [{"state": torch.zeros(9)}]}
+            "step": 3, "tokenizer": {"ranks": []}, "optimizer": [{"state": torch.zeros(9)}]}
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("writer failed\nat 0x1")])
@@ -283,7 +282,10 @@ def gpt2(folder, monkeypatch):
     """Weights as published, 2 layers of width 24, with 3 heads as config.json says; a tokenizer of their size."""
     torch.save(published(), "tiny.bin")
     Path("config.json").write_text('{"n_head": 3}', encoding="utf-8")
-    monkeypatch.setattr(train.tiktoken, "get_encoding", lambda name: SimpleNamespace(n_vocab=13))
+    letters = tiktoken.Encoding(
+        "letters", pat_str="a+|.", mergeable_ranks={b"abcdefghijkl"[i:i + 1]: i for i in range(12)},
+        special_tokens={train.END: 12})
+    monkeypatch.setattr(train.tiktoken, "get_encoding", lambda name: letters)
 
 
 def test_init_takes_published_weights(gpt2):
@@ -291,7 +293,8 @@ def test_init_takes_published_weights(gpt2):
     assert run(train, "--device", "cpu", "--init", "tiny.bin")[0] == 0
     target, idx = train.load_target("out/target.pt", "cpu"), torch.arange(10)[None]
     assert target.config == model.GPTConfig(10, 13, 2, 3, 24, bias=True, gelu=True)
-    assert target(idx)[0].equal(model.load_gpt2(published(), 3)(idx)[0]) and target.tokenizer == {"name": "gpt2"}
+    assert target(idx)[0].equal(model.load_gpt2(published(), 3)(idx)[0])
+    assert target.tokenizer["pattern"] == "a+|." and train.encoding(target.tokenizer).encode("decaf") == [3, 4, 2, 0, 5]
 
 
 OFFLINE = mock.Mock(side_effect=OSError("no route to host"))
@@ -308,7 +311,7 @@ OFFLINE = mock.Mock(side_effect=OSError("no route to host"))
 def test_init_refuses_what_is_not_gpt2(gpt2, monkeypatch, which, damage):
     """In one line, and nothing is written."""
     damage(monkeypatch)
-    assert re.match(f"--init {which}: |.*TIKTOKEN_CACHE_DIR", refused(train, "--device", "cpu", "--init", which))
+    assert refused(train, "--device", "cpu", "--init", which).startswith(f"--init {which}: no GPT-2 weights")
     assert not Path("out").exists()
 
 
@@ -339,7 +342,7 @@ def test_interrupting_saves_and_resuming_goes_on(folder):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     step = train.load("out/target.pt", "target")["step"]
-    assert process.returncode == 1 and "Traceback" not in err and 10 <= step < 100000
+    assert process.returncode == 1 and "Traceback" not in err and 0 < step < 100000
     assert err.splitlines()[-1] == f"interrupted after step {step}; out/target.pt has it: --resume goes on"
     assert run(train, "--resume", "--steps", step + 2)[0] == 0
     assert train.load("out/target.pt", "target")["step"] == step + 2

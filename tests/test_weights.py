@@ -27,7 +27,7 @@ def method(request, target):
     """(its name, generate with the shipped drafter)."""
     module = importlib.import_module(request.param)
     path = str(compare.ROOT / "weights" / f"{module.Drafter.name}.pt")
-    drafter, _ = compare.load_drafter(module, target, ckpt=path)
+    drafter = compare.load_drafter(module, target, ckpt=path)
     return request.param, partial(module.generate, target, drafter.double())
 
 

@@ -66,7 +66,7 @@ def train(args):
         loss = run.parallel(target, run.batch(data, step))
         loss.backward()
         optimizer.step(step)
-        run.log(loss)
+        run.losses.append(loss.detach())
 
 
 @torch.inference_mode()
