@@ -248,11 +248,6 @@ class Record:
     seconds: float = 0.0
     warm_up: int = 0
 
-    @property
-    def tau(self):
-        """Tokens committed per target pass, the prefill and its token left out."""
-        return sum(r.kept for r in self.rounds) / max(1, len(self.rounds))
-
 
 class Session:
     """One generation: the target's cache, the newest token (anchor), the sampling distribution, and the loop around a
@@ -270,7 +265,8 @@ class Session:
                  nodes=1):
         limit = target.config.max_seq_len
         assert 0 < len(prompt) <= limit, f"a prompt has 1 to {limit} tokens, this one {len(prompt)}"
-        self.temperature, self.top_k, self.top_p, self.stop = temperature, top_k, top_p, frozenset(stop)
+        self.temperature, self.stop = temperature, frozenset(stop)
+        self.probs = functools.partial(probs, temperature=temperature, top_k=top_k, top_p=top_p)  # defines p
         self.token_budget = min(max_new_tokens, limit - len(prompt))
         self.nodes, self.length, self.record = nodes, len(prompt), Record()
         self.device = target.wte.weight.device
@@ -293,10 +289,6 @@ class Session:
         cache.attend_up_to(self.length + self.nodes)
         self.caches.append(cache)
         return cache
-
-    def probs(self, logits):
-        """The user's sampling controls, which define p: logits (..., V) -> probabilities."""
-        return probs(logits, self.temperature, self.top_k, self.top_p)
 
     def choose(self, logits):
         """One token per row: logits (..., V) -> (...)."""
@@ -350,7 +342,7 @@ class Session:
                 if cache.attended < self.length + self.nodes:
                     cache.attend_up_to(self.length + self.nodes)
             if draft:
-                tree = draft()
+                tree = draft() or tree
             verify(tree)
             accepted, kept = self.record_tokens(self.new_tokens.tolist())  # the one synchronisation of a round
             depth, nodes = (tree.topology.max_depth, len(tree.tokens)) if tree else (0, 1)
@@ -368,15 +360,11 @@ class Session:
 
 def capture(function, *args):
     """A CUDA graph of function(*args), which has run before -> (replay, outputs): replay(...) ignores its arguments,
-    runs the graph on the buffers of the capture, and returns the same outputs, rewritten in place."""
+    runs the graph on the buffers of the capture, and rewrites the outputs in place."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = function(*args)
-
-    def replay(*_):
-        graph.replay()
-        return outputs
-    return replay, outputs
+    return lambda *_: graph.replay(), outputs
 
 
 @torch.inference_mode()
@@ -398,10 +386,10 @@ def n_alpha(rounds):
     """Acceptance rate at every draft position among the rounds that accepted all positions before it, cut rounds left
     out. In a tree a position counts as accepted when any of its nodes is, and as rejected where there is none."""
     rounds = [r for r in rounds if r.kept > r.accepted]
-    depth = max((r.depth for r in rounds), default=0)
-    reached = [sum(r.accepted >= i and r.depth > i for r in rounds) for i in range(depth)]
-    passed = [sum(r.accepted > i for r in rounds) for i in range(depth)]
-    return [a / b for a, b in zip(passed, reached) if b]
+    rates = []
+    while reached := sum(min(r.accepted, r.depth - 1) >= len(rates) for r in rounds):
+        rates.append(sum(r.accepted > len(rates) for r in rounds) / reached)
+    return rates
 
 
 def speed(records):
@@ -437,9 +425,9 @@ def main(n=4000, k=3):
     torch.manual_seed(0)
     z = 1.5 * torch.randn(6, dtype=torch.float64)
     p, logits = z.softmax(-1).expand(k + 1, -1), z + torch.randn(6, dtype=torch.float64)  # of a draft that resembles p
-    node = torch.arange(k + 1)
-    print(f"One node, V = 6, k = {k} children, {n} drafts each: noise of TV about 0.012\n")
-    print(f"{'how the children are drafted':36}{'accepted':>9}{'TV from p':>12}")
+    node = torch.arange(k + 1)  # the root and its children
+    print(f"One node, V = 6, k = {k} children, {n} drafts each: noise of TV about 0.012\n\n"
+          f"{'how the children are drafted':36}{'accepted':>9}{'TV from p':>12}")
     for name, n_drawn, told in (("top-k", 0, 0), ("first drawn, then top-(k-1)", 1, 1),
                                 ("all drawn, without replacement", k, k), ("WRONG: top-k verified as if drawn", 0, k)):
         shape = Topology((node > 0).long() - 1, 1, (node > 0) & (node <= told), told)

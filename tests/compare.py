@@ -105,7 +105,8 @@ def stage_times(generate, prompts, T, n_new=64):
                     draft, tree = verify.capture(draft)
                 check, _ = verify.capture(check, tree)
             began = clock(session)
-            tree = draft() if draft else None
+            if draft:
+                tree = draft() or tree
             drafted = clock(session)
             check(tree)
             new = session.new_tokens.tolist()
@@ -246,7 +247,8 @@ def picture(methods, target, data, n=64):
             for r in record.rounds:
                 parts.append(block(x + 1, y - 10, r.kept, min(r.accepted, r.kept)))
                 x += r.kept * CELL
-            parts.append(label(LEFT + n * CELL + 12, y + 2, f"τ {record.tau:.2f}", 'class="tau"'))
+            tau = sum(r.kept for r in record.rounds) / len(record.rounds)
+            parts.append(label(LEFT + n * CELL + 12, y + 2, f"τ {tau:.2f}", 'class="tau"'))
         y += 42
     size = LEFT + n * CELL + 84, y - 24
     return "\n".join([
