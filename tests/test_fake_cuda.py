@@ -42,18 +42,19 @@ class OnDevice(TorchDispatchMode):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Indexing a CUDA tensor asks for a device guard, which a CPU build lacks: meta's, which does nothing, serves."""
+    """Indexing a CUDA tensor asks for a device guard, which a CPU build lacks: meta's, which does nothing, serves. Fused
+    attention asks for the GPU's properties, where PyTorch was built for one: spelled out, it does not."""
     library = Path(torch.__path__[0], "lib", "libc10.so")
     if torch.cuda.is_available() or not library.exists():
         pytest.skip("there is a GPU (tests/test_cuda.py), or this PyTorch keeps its device guards elsewhere")
     guards = (ctypes.c_void_p * 15).in_dll(ctypes.CDLL(library), "_ZN3c104impl26device_guard_impl_registryE")
-    attention = F.scaled_dot_product_attention
 
-    def checked(q, k, v, attn_mask=None, **how):
+    def attention(q, k, v, attn_mask=None, is_causal=False):
         assert len({t.dtype for t in (q, k, v, attn_mask) if t is not None}) == 1, "attention of mixed dtypes"
-        return attention(q, k, v, attn_mask=attn_mask, **how)
+        w = q @ k.mT
+        return (w if attn_mask is None else w + attn_mask).softmax(-1) @ v
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", checked)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     before, guards[1] = guards[1], guards[14]
     yield
     guards[1] = before
