@@ -118,9 +118,8 @@ class Drafter(nn.Module):
         return rope_angles(positions, c.n_embd // c.n_head, self.fc.weight.dtype)
 
     def fuse(self, h):
-        """g (b, T, d) of the three taps, each (b, T, d). Departure: they are normed first. g is the layer's residual
-        stream, and where features are large what the layer adds would drown in it."""
-        return self.fc(torch.cat([F.layer_norm(x, x.shape[-1:]) for x in h], -1))
+        """g (b, T, d) of the three taps, each (b, T, d)."""
+        return self.fc(torch.cat(h, -1))
 
     def advance(self, target, state, tokens, angles, attend):
         """One pass: states g or a (b, T, d), the tokens (b, T) that followed them, the angles of their positions -> a

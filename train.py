@@ -364,7 +364,8 @@ def parse(Args, doc, name, argv=None):
         how = dict(f.metadata)
         kind = how.pop("type") or (number(int, 1) if f.type is int else f.type)
         how |= {"action": "store_true"} if f.type is bool else {"type": kind, "metavar": f.type.__name__}
-        parser.add_argument("--" + f.name, default=f.default, **how)
+        shown = "" if f.default in (None, False) else f" [{f.default}]"
+        parser.add_argument("--" + f.name, default=f.default, **how | {"help": how["help"] + shown})
     args = parser.parse_args(argv)
     path = args.ckpt or find(name)
     if Path(path).is_file() and (args.resume or not args.train):
@@ -442,7 +443,8 @@ def load_drafter(method, args, target):
         path = args.ckpt or find(args.name)
         checkpoint = load(path, args.name)
         if checkpoint["target"] != target.fingerprint:
-            sys.exit(f"{path} was trained for another target: train it again (--train), or give its --target")
+            sys.exit(f"{path} was trained for another target than {args.target or find('target')}: "
+                     "train it again (--train), or give its --target (weights/target.pt for the shipped ones)")
         load_weights(drafter, checkpoint, path)
     return model.column_major(drafter.to(args.device, getattr(torch, args.dtype)).eval())
 
@@ -575,6 +577,7 @@ def marked(record, enc):
 
 def draw(record, enc):
     """Every round on its own: the drafted tree, depth first, its accepted path marked +, and what was supplied."""
+    print("\nEvery round: what was drafted, a child indented below its parent, + where accepted; then the target's token")
     at = 1
     for r in record.rounds:
         (tokens, parents), new, at = r.draft, record.tokens[at:at + r.kept], at + r.kept
@@ -660,6 +663,8 @@ def launch(method):
 def main():
     args = parse(Args, __doc__, "target")
     args.ckpt = args.ckpt or "out/target.pt"
+    if args.prompt or args.bench:
+        sys.exit("train.py trains a target: --prompt and --bench are for a method's file, such as dflash.py")
     if args.init:
         init_target(args)
     elif Path(args.ckpt).exists() and not args.train:

@@ -51,9 +51,9 @@ def sharper(module):
 
 
 def normed_taps(module):
-    context = module.Drafter.context
-    return patch.object(module.Drafter, "context", lambda self, h: context(
-        self, [F.layer_norm(x, x.shape[-1:]) for x in h]))
+    name = "fuse" if module.Drafter.name == "eagle3" else "context"
+    fuse = getattr(module.Drafter, name)
+    return patch.object(module.Drafter, name, lambda self, h: fuse(self, [F.layer_norm(x, x.shape[-1:]) for x in h]))
 
 
 EXPERIMENTS = [  # (label, method, settings or a change)
@@ -64,11 +64,11 @@ EXPERIMENTS = [  # (label, method, settings or a change)
     ("default: one child drawn at T > 0, depth 7", "eagle2", {}),
     ("none drawn", "eagle2", {"drawn": 0}),
     ("depth 5", "eagle2", {"depth": 5}),
-    ("default: one child drawn at T > 0, depth 7, normed taps", "eagle3", {}),
+    ("default: one child drawn at T > 0, depth 7", "eagle3", {}),
     ("none drawn", "eagle3", {"drawn": 0}),
     ("depth 5", "eagle3", {"depth": 5}),
     ("one step of the training-time test", "eagle3", {"ttt": 1}),
-    ("raw taps", "eagle3", lambda m: patch.object(m.Drafter, "fuse", lambda self, h: self.fc(torch.cat(h, -1)))),
+    ("normed taps", "eagle3", normed_taps),
     ("default: 3 layers, B = 16, soft labels, drawn", "dflash", {}),
     ("hard labels: the text's own tokens", "dflash", hard_labels),
     ("normed taps", "dflash", normed_taps),

@@ -146,7 +146,8 @@ VALUES = ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "top_k=0"
 DATA = [("nowhere", "no such file"), ("empty.txt", "no text"), ("notes.txt", "give more text")]
 REFUSED = [("dflash", *case) for case in REFUSED + [([f"--{value}"], f"--{value.split('=')[0]}") for value in VALUES]]
 REFUSED += [("train", [*SMALL, *SHAPE, "--ckpt", "new.pt", "--data", data], line) for data, line in DATA]
-REFUSED += [("train", [*SMALL, *SHAPE, "--train", "--ckpt", "notes.txt"], "notes.txt: not a checkpoint")]
+REFUSED += [("train", [*SMALL, *SHAPE, "--train", "--ckpt", "notes.txt"], "notes.txt: not a checkpoint"),
+            ("train", ["--prompt", "Add"], "a method's file"), ("train", ["--bench"], "a method's file")]
 
 
 @pytest.mark.parametrize("name, argv, line", [*REFUSED, ("train", SMALL, "out/target.pt is there already")])
