@@ -306,6 +306,7 @@ class Optimizer:
 # ---- Command line: the flags that all commands share ----
 def arg(default, help, type=None, **how):
     """A field of Args and a flag of the command line; type and how are argparse's."""
+    help += "" if default in (None, False) else f" [{default}]"
     return field(default=default, metadata={"help": help, "type": type, **how})
 
 
@@ -325,10 +326,10 @@ class CommonArgs:
     prompt: str = arg(None, "text to continue")
     bench: bool = arg(False, "measure on held-out prompts, next to plain decoding")
     json: bool = arg(False, "end with the report as one line of JSON")
-    verbose: bool = arg(False, "draw every round: what was drafted, accepted, supplied")
+    verbose: bool = arg(False, "draw every round: what was drafted (children below parents), + accepted, supplied")
     seed: int = arg(0, "of all random numbers", number(int, 0, 2**60))
     device: str = arg("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1 ...")
-    dtype: str = arg("bfloat16" if torch.cuda.is_available() else "float32", "of inference",
+    dtype: str = arg("bfloat16" if torch.cuda.is_available() else "float32", "of inference: bfloat16, float32, float64",
                      choices=("float32", "bfloat16", "float64"))
     target: str = arg(None, "checkpoint of the target, if not target.pt in out/ or weights/")
     ckpt: str = arg(None, "checkpoint to write and read, if not the method's in out/ or weights/")
@@ -364,8 +365,7 @@ def parse(Args, doc, name, argv=None):
         how = dict(f.metadata)
         kind = how.pop("type") or (number(int, 1) if f.type is int else f.type)
         how |= {"action": "store_true"} if f.type is bool else {"type": kind, "metavar": f.type.__name__}
-        shown = "" if f.default in (None, False) else f" [{f.default}]"
-        parser.add_argument("--" + f.name, default=f.default, **how | {"help": how["help"] + shown})
+        parser.add_argument("--" + f.name, default=f.default, **how)
     args = parser.parse_args(argv)
     path = args.ckpt or find(name)
     if Path(path).is_file() and (args.resume or not args.train):
@@ -577,7 +577,6 @@ def marked(record, enc):
 
 def draw(record, enc):
     """Every round on its own: the drafted tree, depth first, its accepted path marked +, and what was supplied."""
-    print("\nEvery round: what was drafted, a child indented below its parent, + where accepted; then the target's token")
     at = 1
     for r in record.rounds:
         (tokens, parents), new, at = r.draft, record.tokens[at:at + r.kept], at + r.kept

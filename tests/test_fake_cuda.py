@@ -42,8 +42,8 @@ class OnDevice(TorchDispatchMode):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Indexing a CUDA tensor asks for a device guard, which a CPU build lacks: meta's, which does nothing, serves. Fused
-    attention asks for the GPU's properties, where PyTorch was built for one: spelled out, it does not."""
+    """Indexing a CUDA tensor asks for a device guard, which a CPU build lacks: meta's, which does nothing, serves.
+    Fused attention asks for the GPU's properties, where PyTorch was built for one: spelled out, it does not."""
     library = Path(torch.__path__[0], "lib", "libc10.so")
     if torch.cuda.is_available() or not library.exists():
         pytest.skip("there is a GPU (tests/test_cuda.py), or this PyTorch keeps its device guards elsewhere")
