@@ -615,7 +615,7 @@ def benchmark(generate, args, target, data):
     for temperature in [0.0, 1.0] if args.temperature is None else [args.temperature]:
         sampling = temperature, args.top_k, args.top_p, (enc.eot_token,)
         print(f"\n{args.method} at T={temperature:g} ({args.device}, {args.dtype}, {torch.get_num_threads()} threads), "
-              f"{args.prompts} held-out prompts per domain\n          tau  plain tok/s  tok/s  speedup  right answers"
+              f"{args.prompts} held-out prompts per domain\n          tau  plain tok/s  tok/s  speedup  right, plain's"
               "  acceptance at draft position 1, 2, ...")
         domains = {}
         for domain, pairs in prompts.items():
@@ -623,10 +623,11 @@ def benchmark(generate, args, target, data):
             verify.measure(target, generate, texts[:1], 16, *sampling)  # warm up both
             texts = tqdm(texts, f"measuring {domain}", leave=False)
             n, records = verify.measure(target, generate, texts, args.max_new_tokens, *sampling, seed=args.seed)
-            n["right_answers"] = [sum(f"Answer: {answer}\n" in enc.decode(pair[i].tokens) for pair, (_, answer)
-                                      in zip(records, pairs)) if domain == "math" else None for i in (0, 1)]
-            right = "{} / {} plain".format(*n["right_answers"]) if domain == "math" else ""
-            print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {right:13}",
+            sides = [[enc.decode(record.tokens) for record in side] for side in zip(*records)]
+            right = [sum(f"Answer: {answer}\n" in text for text, (_, answer) in zip(side, pairs)) for side in sides]
+            n["right_answers"] = right if domain == "math" else None
+            shown = f"{right[0]} of {len(pairs)}, {right[1]}" if domain == "math" else ""
+            print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {shown:14}",
                   *(f"{a:.2f}" for a in n["n_alpha"][:8]))
             domains[domain] = n
         equal = [sum(n[key] for n in domains.values()) for key in ("equal", "prompts")]

@@ -2,8 +2,6 @@
 
     python verify.py    one node: ways to draft its children, how often one is accepted, distance of the output from p
 
-README.md draws a round, which is the same in every method: draft, one pass of the target, verify, absorb.
-
 Notation: p target, q draft, N nodes (node 0 is the anchor, the newest committed token), D greatest depth of a tree,
   γ = D for a chain, V vocabulary, r the residual, τ tokens committed per target pass.
 
