@@ -428,6 +428,8 @@ def load_weights(module, checkpoint, path):
 def load_target(path, device, dtype=torch.float32):
     """The frozen target of a checkpoint, with .tokenizer and .fingerprint, 16 hex digits that identify its weights."""
     checkpoint = load(path, "target")
+    if checkpoint["step"] < checkpoint["args"].get("steps", 0):
+        sys.exit(f"{path} is not trained to the end: python train.py --ckpt {path} --resume finishes it")
     target = model.GPT(model.GPTConfig(**checkpoint["config"]))
     load_weights(target, checkpoint, path)
     weights = [w.float().numpy().tobytes() for _, w in sorted(target.state_dict().items())]
@@ -478,6 +480,10 @@ class Run:
         self.args, self.module, self.optimizer, self.extra = args, module, optimizer, extra
         self.path, self.first = Path(args.ckpt or f"out/{args.name}.pt"), 0
         self.losses, self.curve = [], []
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            sys.exit(f"{self.path} could not be written: {error.strerror}; give another --ckpt")
         found = load(self.path, args.name) if args.resume or self.path.exists() else {}  # never over a foreign file
         if args.resume:
             if found.get("target") != extra.get("target") or "optimizer" not in found:
@@ -502,9 +508,8 @@ class Run:
         return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" or amx)
 
     def __iter__(self):
-        args, stop = self.args, []
+        args, stop, saved = self.args, [], time.time()
         signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # acted on between two complete steps
-        saved = time.time() if self.first else 0  # a new run saves after its first step: it can be written
         steps = range(self.first, args.steps)
         bar = tqdm(steps, f"training {args.name}", args.steps, initial=self.first, disable=self.rank > 0)
         for step in bar:

@@ -32,9 +32,10 @@ def world(tmp_path_factory):
         status, _, err = run(train, *SMALL, *SHAPE, *argv)
         assert status == 0, err
     losses = [loss for _, loss in train.load("out/target.pt", "target")["curve"]]
-    assert len(losses) == 5 and losses[-1] < losses[0] - 0.3  # it learns
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.3  # it learns
     for name in FIVE:
         reports[name] = run(importlib.import_module(name), *DRAFT, "--json")
+    torch.save(torch.load("out/target.pt", weights_only=True) | {"step": 3}, "half.pt")
     Path("notes.txt").write_text("Notes, and nothing else.\n", encoding="utf-8")
     Path("empty.txt").write_text("", encoding="utf-8")
     yield reports
@@ -137,6 +138,7 @@ REFUSED = [(["--prompt", "Add", "--ckpt", "none.pt"], "no checkpoint at none.pt"
            (["--prompt", "Add", "--ckpt", "out/eagle3.pt"], "holds a eagle3 checkpoint"),
            (["--prompt", "Add", "--target", "other.pt"], "trained for another target"),
            (["--resume", *SMALL, "--steps", 9, "--target", "other.pt"], "for another target"),
+           ([*DRAFT, "--target", "half.pt"], "half.pt --resume"),
            ([*DRAFT, "--target", "other.pt", "--ckpt", "other.pt"], "target"),
            (["--prompt", "Add", "--n_draft_layer", 9], "other settings"),
            ([*DRAFT, "--seq_len", 999], "--seq_len 999 exceeds the target's context"),
