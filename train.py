@@ -136,8 +136,7 @@ def prose_of(source):
     """Docstrings of at least two lines and comments of at least four, in a Python source."""
     documented = ast.Module, ast.ClassDef, ast.FunctionDef
     docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, documented)]
-    comments = re.findall(r"(?m)(?:^ *# [^\n]*\n){4,}", source)
-    comments = [re.sub(r"(?m)^ *# ?", "", c) for c in comments]
+    comments = [re.sub(r"(?m)^ *# ?", "", c) for c in re.findall(r"(?m)(?:^ *# [^\n]*\n){4,}", source)]
     return [text for text in docs + comments if text and "\n" in text]
 
 
@@ -148,8 +147,8 @@ def read_corpus(data=None):
         root = Path(data)
         files = sorted(f for f in (root, *root.rglob("*")) if f.is_file() and os.access(f, os.R_OK))
         texts = [f.read_text(encoding="utf-8", errors="replace") for f in files]
-        if not any(text.strip() for text in texts):
-            sys.exit(f"--data {data}: no such file, or no text in it")
+        if sum(map(len, texts)) < 5000:
+            sys.exit(f"--data {data}: no such file, or fewer than 5000 characters in it: give more text")
         return {"text": {"train": [t[:len(t) * 7 // 8] for t in texts], "held": [t[len(t) * 7 // 8:] for t in texts]}}
     corpus = {domain: {"train": [], "held": []} for domain in ("math", "code", "prose")}
     for side, n in (("train", 60000), ("held", 400)):
@@ -163,9 +162,6 @@ def read_corpus(data=None):
             side = "held" if held_out(name.as_posix()) else "train"
             corpus["code"][side].append(source)
             corpus["prose"][side] += prose_of(source)
-    if not corpus["code"]["train"]:
-        print(f"no Python sources under {root}: maths alone; --data gives other text", file=sys.stderr)
-        return {"math": corpus["math"]}
     from pydoc_data.topics import topics
     for name, text in topics.items():
         corpus["prose"]["held" if held_out(name) else "train"].append(text)
@@ -184,18 +180,15 @@ def train_tokenizer(corpus, vocab_size):
     print("training the tokenizer (a minute)", file=sys.stderr)
     shuffled = (random.Random(0).sample(c["train"], len(c["train"])) for c in corpus.values())
     sample = "".join("".join(documents)[:100_000] for documents in shuffled)
-    try:
-        ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
-    except ValueError:  # no two tokens stand side by side any more
-        sys.exit(f"the text is too short for --vocab_size {vocab_size}: give more text, or a smaller one")
+    ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
     return {"ranks": [piece.decode("latin-1") for piece in ranks]}
 
 
 def encoding(tokenizer):
     """The tiktoken Encoding of a tokenizer as it stands in a checkpoint."""
     ranks = {piece.encode("latin-1"): i for i, piece in enumerate(tokenizer["ranks"])}
-    pattern = tokenizer.get("pattern", PATTERN)
-    return tiktoken.Encoding("corpus", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+    return tiktoken.Encoding("corpus", pat_str=tokenizer.get("pattern", PATTERN), mergeable_ranks=ranks,
+                             special_tokens={END: len(ranks)})
 
 
 SHARE = {"math": 0.4, "code": 0.35, "prose": 0.25, "text": 1.0}  # of the sequences in a batch
@@ -213,8 +206,7 @@ class Data:
             for side, documents in corpus[domain].items():
                 t = torch.tensor([token for text in documents for token in self.encode(text)])
                 if len(t) <= seq_len:
-                    sys.exit(f"{domain}: {len(t)} {side} tokens are fewer than one sequence of --seq_len {seq_len}: "
-                             "give more text, or a smaller --seq_len")
+                    sys.exit(f"{domain}, {side}: {len(t)} tokens; give more text (--data) or a smaller --seq_len")
                 is_end = (t == enc.eot_token) | (newline[t] & (domain != "math"))
                 start = F.pad(is_end.nonzero()[:, 0] + 1, (1, 0))
                 self.tokens[domain, side] = t
@@ -227,12 +219,10 @@ class Data:
 
     def batch(self, step, batch_size, seed=0, side="train", domain=None):
         """(batch_size, seq_len) tokens, a function of the arguments alone, so that a resumed run sees the same text."""
-        g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {side}".encode()))
-        share = torch.tensor([SHARE[d] for d in self.domains])
-        rows = []
-        for k in torch.multinomial(share, batch_size, replacement=True, generator=g).tolist():
-            key = domain or self.domains[k], side
-            i = self.starts[key][torch.randint(len(self.starts[key]), (), generator=g)]
+        r, rows = random.Random(f"{seed} {step} {side}"), []
+        for d in r.choices(self.domains, [SHARE[d] for d in self.domains], k=batch_size):
+            key = domain or d, side
+            i = r.choice(self.starts[key])
             rows.append(self.tokens[key][i:i + self.seq_len])
         return torch.stack(rows)
 
@@ -244,17 +234,15 @@ class Data:
                 found[domain] = [(self.enc.encode_ordinary(q), a) for q, _, a in math_texts(n, 99 + seed, True)]
             else:
                 t, starts = self.tokens[domain, "held"], self.starts[domain, "held"]
-                first = [int(starts[r.randrange(len(starts))]) for _ in range(n)]
+                first = [r.choice(starts) for _ in range(n)]
                 found[domain] = [(t[i:i + self.seq_len // 4].tolist(), None) for i in first]
         return found
 
 
 # ---- Optimizer ----
 def orthogonal(x):
-    """The matrix with the directions of x and singular values near 1, by Newton-Schulz (Jordan et al. 2024).
-
-    torch.optim.Muon iterates in bfloat16, which a CPU without such units emulates, twenty times slower than float32.
-    """
+    """The matrix with the directions of x and singular values near 1, by Newton-Schulz (Jordan et al. 2024). In float32
+    on a CPU: one without bfloat16 units emulates them, as for torch.optim.Muon, twenty times slower."""
     y = x.mT if x.shape[0] > x.shape[1] else x
     y = y.bfloat16() if y.is_cuda else y
     y = y / (y.norm() + 1e-7)
@@ -264,43 +252,33 @@ def orthogonal(x):
     return y.mT if x.shape[0] > x.shape[1] else y
 
 
-class Optimizer:
+class Optimizer(torch.optim.Adam):
     """Muon for the matrices inside a network (momentum, orthogonalised; with decay, Liu et al. 2025), Adam for
     embeddings and everything else; warmup over 4 % of the steps, then linear decay to 10 %."""
 
     def __init__(self, module, lr, steps, decay=0.0):
+        super().__init__(module.parameters(), betas=(0.9, 0.95))
         tables = {m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)}
-        self.params, self.lr, self.steps, self.decay = list(module.parameters()), lr, steps, decay
-        self.matrices = [p for p in self.params if p.dim() == 2 and p not in tables]
-        self.momenta = [torch.zeros_like(p) for p in self.matrices]
-        rest = [p for p in self.params if p.dim() != 2 or p in tables]
-        self.adam = torch.optim.Adam([{"params": rest}], betas=(0.9, 0.95))  # a group may be empty
+        self.matrices = [p for p in module.parameters() if p.dim() == 2 and p not in tables]
+        self.state.update({p: {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p)} for p in self.matrices})
+        self.lr, self.steps, self.decay = lr, steps, decay
 
     @torch.no_grad()
     def step(self, step):
         """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
         warmup = max(1, self.steps // 25)
         lr = self.lr * min((step + 1) / warmup, 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup))
-        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
-        for p, momentum in zip(self.matrices, self.momenta):
-            if p.grad is None:  # the loss does not reach it
-                continue
-            momentum.lerp_(p.grad, 0.05)
+        group = self.param_groups[0]
+        torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        for p in [p for p in self.matrices if p.grad is not None]:  # those that the loss reaches
+            momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonal(p.grad.lerp(momentum, 0.95))  # Nesterov
             p.mul_(1 - lr * self.decay)
             p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
-        self.adam.param_groups[0]["lr"] = lr / 6
-        self.adam.step()
-        for p in self.params:
-            p.grad = None
-
-    def state_dict(self):
-        return {"momenta": self.momenta, "adam": self.adam.state_dict()}
-
-    def load_state_dict(self, state):
-        for momentum, saved in zip(self.momenta, state["momenta"]):
-            momentum.copy_(saved)
-        self.adam.load_state_dict(state["adam"])
+            p.grad = None  # Adam passes over it
+        group["lr"] = lr / 6
+        super().step()
+        self.zero_grad()
 
 
 # ---- Command line: the flags that all commands share ----
@@ -378,8 +356,7 @@ def parse(Args, doc, name, argv=None):
     except (RuntimeError, AssertionError) as error:
         parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
     if args.device.startswith("cuda"):
-        index = torch.device(args.device).index
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if index is None else index)
+        torch.cuda.set_device(torch.device(args.device).index or int(os.environ.get("LOCAL_RANK", 0)))
     args.name, args.train = name, args.train or args.resume
     return args
 
@@ -406,13 +383,11 @@ def save(path, checkpoint):
 
 def load(path, name):
     """Reads a checkpoint of this name ("target", "eagle1", ...), or ends in one line that says why not."""
-    if not Path(path).exists():
-        sys.exit(f"no checkpoint at {path}: train it first (a target: python train.py), or give the path of one")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         found = checkpoint["name"]
     except Exception as error:  # on a damaged or foreign file torch.load raises nearly anything
-        sys.exit(f"{path}: not a checkpoint of this project, or cut short ({type(error).__name__})")
+        sys.exit(f"{path}: no checkpoint, or cut short ({type(error).__name__}): train one (a target: python train.py)")
     if found != name:
         sys.exit(f"{path}: holds a {found} checkpoint, and this needs {name}")
     return checkpoint
@@ -426,7 +401,7 @@ def load_weights(module, checkpoint, path):
 
 
 def load_target(path, device, dtype=torch.float32):
-    """The frozen target of a checkpoint, with .tokenizer and .fingerprint, 16 hex digits that identify its weights."""
+    """The frozen target of a checkpoint, with .enc, its tokenizer, and .fingerprint, hex digits of its weights."""
     checkpoint = load(path, "target")
     if checkpoint["step"] < checkpoint["args"].get("steps", 0):
         sys.exit(f"{path} is not trained to the end: python train.py --ckpt {path} --resume finishes it")
@@ -434,7 +409,7 @@ def load_target(path, device, dtype=torch.float32):
     load_weights(target, checkpoint, path)
     weights = [w.float().numpy().tobytes() for _, w in sorted(target.state_dict().items())]
     target.fingerprint = hashlib.sha256(b"".join(weights)).hexdigest()[:16]
-    target.tokenizer = checkpoint["tokenizer"]
+    target.enc = encoding(checkpoint["tokenizer"])
     return model.column_major(target.to(device, dtype).eval().requires_grad_(False))
 
 
@@ -445,8 +420,8 @@ def load_drafter(method, args, target):
         path = args.ckpt or find(args.name)
         checkpoint = load(path, args.name)
         if checkpoint["target"] != target.fingerprint:
-            sys.exit(f"{path} was trained for another target than {args.target or find('target')}: "
-                     "train it again (--train), or give its --target (weights/target.pt for the shipped ones)")
+            sys.exit(f"{path} was trained for another target than {args.target or find('target')}: give its --target "
+                     "(the shipped ones' is weights/target.pt), or --train it")
         load_weights(drafter, checkpoint, path)
     return model.column_major(drafter.to(args.device, getattr(torch, args.dtype)).eval())
 
@@ -480,10 +455,6 @@ class Run:
         self.args, self.module, self.optimizer, self.extra = args, module, optimizer, extra
         self.path, self.first = Path(args.ckpt or f"out/{args.name}.pt"), 0
         self.losses, self.curve = [], []
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            sys.exit(f"{self.path} could not be written: {error.strerror}; give another --ckpt")
         found = load(self.path, args.name) if args.resume or self.path.exists() else {}  # never over a foreign file
         if args.resume:
             if found.get("target") != extra.get("target") or "optimizer" not in found:
@@ -510,8 +481,7 @@ class Run:
     def __iter__(self):
         args, stop, saved = self.args, [], time.time()
         signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # acted on between two complete steps
-        steps = range(self.first, args.steps)
-        bar = tqdm(steps, f"training {args.name}", args.steps, initial=self.first, disable=self.rank > 0)
+        bar = tqdm(range(self.first, args.steps), args.name, args.steps, initial=self.first, disable=self.rank > 0)
         for step in bar:
             torch.manual_seed(zlib.crc32(f"{args.seed} {step} {self.rank}".encode()))  # --resume draws the same
             yield step
@@ -538,7 +508,7 @@ def get_target(args):
     target = load_target(args.target or find("target"), args.device)
     if args.seq_len > target.config.max_seq_len:
         sys.exit(f"--seq_len {args.seq_len} exceeds the target's context: give --seq_len {target.config.max_seq_len}")
-    return target, Data(read_corpus(args.data), encoding(target.tokenizer), args.seq_len)
+    return target, Data(read_corpus(args.data), target.enc, args.seq_len)
 
 
 def train(args):
@@ -561,8 +531,7 @@ def train(args):
         run.losses.append(loss.detach())
     for domain in data.domains:
         idx = data.batch(0, 16, seed=1, side="held", domain=domain).to(args.device)
-        with torch.no_grad():
-            loss = F.cross_entropy(target(idx[:, :-1])[0].flatten(0, 1), idx[:, 1:].flatten())
+        loss = F.cross_entropy(target(idx[:, :-1])[0].flatten(0, 1), idx[:, 1:].flatten())
         print(f"held-out {domain}: {loss:.3f} nats per token")
 
 
@@ -595,9 +564,9 @@ def draw(record, enc):
             print("  " * (len(path) - 1) + mark + repr(enc.decode(words[-1:])))
 
 
-def show(generate, args, target, enc):
+def show(generate, args, target):
     """Continues one prompt and shows who wrote what."""
-    text = args.prompt or math_texts(1, args.seed, True)[0][0]
+    enc, text = target.enc, args.prompt or math_texts(1, args.seed, True)[0][0]
     prompt = enc.encode_ordinary(text.replace("\\n", "\n"))  # a shell's "\n" is two characters
     limit = target.config.max_seq_len
     if len(prompt) >= limit:
@@ -635,10 +604,10 @@ def benchmark(generate, args, target, data):
             print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {shown:14}",
                   *(f"{a:.2f}" for a in n["n_alpha"][:8]))
             domains[domain] = n
-        equal = [sum(n[key] for n in domains.values()) for key in ("equal", "prompts")]
         if temperature == 0:
-            print("greedy output identical: {} of {} prompts".format(*equal))
-        results.append({"temperature": temperature, "equal": equal, "domains": domains})
+            equal, of = (sum(n[key] for n in domains.values()) for key in ("equal", "prompts"))
+            print(f"greedy output identical: {equal} of {of} prompts")
+        results.append({"temperature": temperature, "domains": domains})
     return {"method": args.method, "device": args.device, "dtype": args.dtype, "results": results}
 
 
@@ -655,14 +624,13 @@ def launch(method):
     if "OMP_NUM_THREADS" not in os.environ and target.config.n_embd <= 256:
         torch.set_num_threads(1)  # a pass this small is over before a second thread has started
     generate = partial(method.generate, target, load_drafter(method, args, target))
-    enc = encoding(target.tokenizer)
     if args.bench or args.train:
-        data = Data(read_corpus(args.data), enc, min(256, target.config.max_seq_len))
+        data = Data(read_corpus(args.data), target.enc, min(256, target.config.max_seq_len))
         numbers = benchmark(generate, args, target, data)
         if args.json:
             print(json.dumps(numbers))
     else:
-        show(generate, args, target, enc)
+        show(generate, args, target)
 
 
 def main():

@@ -63,5 +63,5 @@ def refused(module, *argv):
 def tensors(path):
     """All tensors of a checkpoint's weights and of its optimizer."""
     saved = torch.load(path, weights_only=True)
-    momenta, adam = saved["optimizer"]["momenta"], saved["optimizer"]["adam"]["state"].values()
-    return [*saved["model"].values(), *momenta, *(value for state in adam for value in state.values())]
+    states = saved["optimizer"]["state"].values()
+    return [*saved["model"].values(), *(value for state in states for value in state.values())]

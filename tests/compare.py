@@ -61,7 +61,7 @@ def open_target(path, data):
     target = train.load_target(path or train.find("target"), args.device, getattr(torch, args.dtype))
     if "OMP_NUM_THREADS" not in os.environ and target.config.n_embd <= 256:
         torch.set_num_threads(1)
-    enc = train.encoding(target.tokenizer)
+    enc = target.enc
     return target, train.Data(train.read_corpus(data), enc, min(256, target.config.max_seq_len))
 
 

@@ -49,12 +49,12 @@ def test_a_method_trains_reports_and_continues(world, name):
     assert status == 0, err
     report = json.loads(out.splitlines()[-1])
     assert report["method"] == name and [r["temperature"] for r in report["results"]] == [0, 1]
-    assert report["results"][0]["equal"] == [2, 2]
+    assert report["results"][0]["domains"]["text"]["equal"] == 2
     for result in report["results"]:
         n = result["domains"]["text"]
         assert n["tau"] * n["target_passes"] == pytest.approx(n["new_tokens"] - 2)  # a text's first token is prefill's
     target, module = train.load_target("out/target.pt", "cpu", torch.float64), importlib.import_module(name)
-    enc, here = train.encoding(target.tokenizer), ["--device", "cpu", "--dtype", "float64", "--max_new_tokens", 20]
+    enc, here = target.enc, ["--device", "cpu", "--dtype", "float64", "--max_new_tokens", 20]
     _, out, err = run(module, *here, "--prompt", "Add 12", "--verbose")
     plain = verify.autoregressive(target, enc.encode_ordinary("Add 12"), 20, stop=(enc.eot_token,))
     text, rounds = re.split(r"\n\n(?=\d+ drafted)", out, maxsplit=1)
@@ -133,8 +133,8 @@ def test_any_console_will_do(world, encoding, argv):
 
 
 # ---- Wrong use: a status, one line that says what is wrong, and no file is touched ----
-REFUSED = [(["--prompt", "Add", "--ckpt", "none.pt"], "no checkpoint at none.pt"),
-           ([*DRAFT, "--target", "none.pt"], "no checkpoint at none.pt"),
+REFUSED = [(["--prompt", "Add", "--ckpt", "none.pt"], "none.pt: no checkpoint"),
+           ([*DRAFT, "--target", "none.pt"], "none.pt: no checkpoint"),
            (["--prompt", "Add", "--ckpt", "out/eagle3.pt"], "holds a eagle3 checkpoint"),
            (["--prompt", "Add", "--target", "other.pt"], "trained for another target"),
            (["--resume", *SMALL, "--steps", 9, "--target", "other.pt"], "for another target"),
@@ -145,10 +145,10 @@ REFUSED = [(["--prompt", "Add", "--ckpt", "none.pt"], "no checkpoint at none.pt"
            (["--prompt", "Add 1 and 2. " * 60], "this target's context takes up to 63")]
 VALUES = ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "top_k=0", "batch_size=0", "lr=0", "dtype=int8",
           "device=abacus", "device=cuda:99", "no_such_flag=3"]
-DATA = [("nowhere", "no such file"), ("empty.txt", "no text"), ("notes.txt", "give more text")]
+DATA = [(name, f"--data {name}: no such file, or fewer than") for name in ("nowhere", "empty.txt", "notes.txt")]
 REFUSED = [("dflash", *case) for case in REFUSED + [([f"--{value}"], f"--{value.split('=')[0]}") for value in VALUES]]
 REFUSED += [("train", [*SMALL, *SHAPE, "--ckpt", "new.pt", "--data", data], line) for data, line in DATA]
-REFUSED += [("train", [*SMALL, *SHAPE, "--train", "--ckpt", "notes.txt"], "notes.txt: not a checkpoint"),
+REFUSED += [("train", [*SMALL, *SHAPE, "--train", "--ckpt", "notes.txt"], "notes.txt: no checkpoint"),
             ("train", ["--prompt", "Add"], "a method's file"), ("train", ["--bench"], "a method's file")]
 
 

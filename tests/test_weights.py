@@ -33,7 +33,7 @@ def method(request, target):
 
 def test_tau_is_the_recorded_one(target, method):
     """To 2 %; in float64 greedy text equals plain decoding."""
-    (name, generate), enc = method, train.encoding(target.tokenizer)
+    (name, generate), enc = method, target.enc
     rounds = []
     for prompt in PROMPTS:
         tokens = enc.encode_ordinary(prompt)
@@ -45,6 +45,6 @@ def test_tau_is_the_recorded_one(target, method):
 
 def test_law_of_the_shipped_drafters(target, method):
     """Four tokens at T = 1, each among the three likeliest: a chi-square test of 200 texts against their exact law."""
-    prompt = train.encoding(target.tokenizer).encode_ordinary(PROMPTS[4])
+    prompt = target.enc.encode_ordinary(PROMPTS[4])
     law = compare.exact_law(target, prompt)
     assert compare.law_test(method[1], prompt, law, 200) > 1e-6  # the rate of false alarms
