@@ -62,12 +62,11 @@ class KVCache:
         self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.arange(slots + 1, device=device)
-        self.attend_up_to(slots)
+        self.attend_up_to(slots if self.kv.is_cuda else 1)
 
     def attend_up_to(self, n):
-        """Lets the next passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
-        slots = self.kv.shape[4]
-        self.attended = slots if self.kv.is_cuda else min((n + 63) // 64 * 64, slots)
+        """Lets passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
+        self.attended = (n + 63) // 64 * 64
         self.views = [kv[:, :, :, :self.attended].unbind() for kv in self.kv]
 
     def append(self, layer, slots, kv):
@@ -79,6 +78,8 @@ class KVCache:
         """ancestors (R, T): 0 where row i may see row j behind pos, -inf elsewhere -> (R, attended): the committed
         prefix is visible to every row; what lies beyond those T rows, to none."""
         T = ancestors.shape[-1]
+        if not self.kv.is_cuda and self.attended < int(self.pos) + T:
+            self.attend_up_to(int(self.pos) + T)
         padded = F.pad(ancestors, (1, 1), value=-math.inf)  # column 0 prefix, 1..T new rows, T+1 beyond
         padded[:, 0] = 0
         column = (self.index[1:self.attended + 1] - self.pos).clamp_(0, T + 1)
@@ -183,9 +184,8 @@ def column_major(module):
 
 
 def load_gpt2(weights, n_head):
-    """A GPT from published GPT-2 weights: {name: tensor}, with or without the prefix "transformer.". The projections
-    are Conv1D there, that is (in, out), and are transposed here. Raises KeyError for a name that is missing, ValueError
-    without any layer, RuntimeError for a shape that does not fit."""
+    """A GPT from published GPT-2 weights: {name: tensor}, with or without the prefix "transformer."; projections are
+    (in, out) there. Raises KeyError for a missing name, ValueError without layers, RuntimeError for a wrong shape."""
     w = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     n_layer = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("h."))
     V, d = w["wte.weight"].shape

@@ -69,11 +69,10 @@ class Topology:
     children (max_drawn, N): row s, column i is the s-th drawn child of node i, or 0 (the root is nobody's child).
     """
 
-    def __init__(self, parent, max_depth, drawn=None, max_drawn=0):
+    def __init__(self, parent, max_depth, drawn=None, max_drawn=0, is_chain=False):
         N, device = len(parent), parent.device
-        self.parent, self.max_depth, self.max_drawn = parent, max_depth, max_drawn
+        self.parent, self.max_depth, self.max_drawn, self.is_chain = parent, max_depth, max_drawn, is_chain
         self.node = torch.arange(N, device=device)
-        self.is_chain = False
         reach = torch.eye(N, device=device) + (parent[:, None] == self.node)
         for _ in range(math.ceil(math.log2(max(2, max_depth)))):
             reach = (reach @ reach).clamp_(max=1)
@@ -91,9 +90,8 @@ class Topology:
 @functools.lru_cache
 def chain(n, device=None):
     """The topology of an anchor followed by n drafted tokens: a tree in which every node has one child."""
-    t = Topology(torch.arange(-1, n, device=device), n, torch.arange(n + 1, device=device) > 0, 1)
-    t.is_chain = True
-    return t
+    parent = torch.arange(-1, n, device=device)
+    return Topology(parent, n, parent >= 0, 1, True)
 
 
 @dataclass
@@ -139,7 +137,7 @@ def greedy(y, tree):
     if t.is_chain:  # up to the first that was not drafted
         n = 1 + (tree.tokens[1:] == y[:-1]).long().cumprod(0).sum()
         return t.node, n, y.index_select(0, n[None] - 1)[0]
-    return trace_path(match_children(y, tree, t.node, t.node > 0), tree, y)
+    return follow(y, tree, t.node, t.node > 0)
 
 
 def verify_chain(p, tree):
@@ -196,20 +194,17 @@ def verify_tree(p, tree):
             q = normalize(q, q)
     y = sample(r)
     chosen = t.node > 0 if tree.q is None else ~t.drawn & (t.node > 0)
-    return trace_path(match_children(y, tree, next_node, chosen), tree, y)
+    return follow(y, tree, next_node, chosen)
 
 
-def match_children(y, tree, next_node, chosen):
-    """Goes from every undecided node i to its child with token y[i] among the chosen nodes (N,), if there is one."""
+def follow(y, tree, next_node, chosen):
+    """From the root along next_node (N,): the accepted child of every node, or the node itself. From such a node i on
+    to its child with token y[i] among the chosen nodes (N,), if there is one. If there is none, y[i] is the bonus."""
     t, N = tree.topology, len(y)
     hit = (tree.tokens == y[t.parent]) & (next_node[t.parent] == t.parent) & chosen
-    return torch.cat([next_node, next_node[:1]]).scatter(0, torch.where(hit, t.parent, N), t.node)[:N]
-
-
-def trace_path(next_node, tree, y):
-    """The path from the root along next_node (N,), which ends at a node that points to itself."""
-    path = [tree.topology.node[:1]]
-    for _ in range(tree.topology.max_depth):
+    next_node = torch.cat([next_node, next_node[:1]]).scatter(0, torch.where(hit, t.parent, N), t.node)
+    path = [t.node[:1]]
+    for _ in range(t.max_depth):
         path.append(next_node.index_select(0, path[-1]))
     path = torch.cat(path)
     n = 1 + (path[1:] != path[:-1]).sum()
@@ -229,7 +224,7 @@ class Committed(NamedTuple):
 
 class Round(NamedTuple):
     """One target pass: greatest depth of the draft, nodes verified, drafted tokens accepted, tokens that entered the
-    text (fewer than accepted + 1 where it was cut), and with Session.keep_drafts the draft, (tokens, parents)."""
+    text (not all of them where it was cut), and with Session.keep_drafts the draft, (tokens, parents)."""
     depth: int
     nodes: int
     accepted: int
@@ -239,8 +234,8 @@ class Round(NamedTuple):
 
 @dataclass
 class Record:
-    """One generation. tokens: the new ones, at most max_new_tokens, a stop token included; the first is the prefill's,
-    the others are the rounds'. seconds: wall time of rounds[warm_up:]."""
+    """One generation. tokens: the prefill's one, then the rounds', at most max_new_tokens, a stop token included;
+    seconds: wall time of rounds[warm_up:]."""
     tokens: list = field(default_factory=list)
     rounds: list = field(default_factory=list)
     seconds: float = 0.0
@@ -248,13 +243,10 @@ class Record:
 
 
 class Session:
-    """One generation: the target's cache, the newest token (anchor), the sampling distribution, and the loop around a
-    method's two functions. Prefills on construction.
-
-    prompt: non-empty list of token ids that fits the context. taps: which hidden states the drafter wants; nodes: the
-    most rows that its trees or its own passes put behind the committed ones. A round touches the host once, to read
-    `new_tokens`: the tokens committed, then -1. capture: rounds become CUDA graphs; drafts made on the host unset it.
-    """
+    """One generation: prefills the prompt, [token], and has the target's cache, the newest token (anchor), and the loop
+    around a method's two functions. taps: the hidden states that the drafter wants; nodes: the most rows that its trees
+    or its own passes put behind the committed ones. A round touches the host once, to read `new_tokens`: the tokens
+    committed, then -1. capture: rounds become CUDA graphs; drafts made on the host unset it."""
     chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule
     keep_drafts = False                      # for showing them: costs a synchronisation
     least_chance = 0.1                       # of a token that is worth drafting, on a CPU
@@ -265,14 +257,11 @@ class Session:
         assert 0 < len(prompt) <= limit, f"a prompt has 1 to {limit} tokens, this one {len(prompt)}"
         self.temperature, self.stop = temperature, frozenset(stop)
         self.probs = functools.partial(probs, temperature=temperature, top_k=top_k, top_p=top_p)  # defines p
-        self.token_budget = min(max_new_tokens, limit - len(prompt))
-        self.nodes, self.length, self.record = nodes, len(prompt), Record()
+        self.token_budget, self.record = min(max_new_tokens, limit - len(prompt)), Record()
         self.device = target.wte.weight.device
         self.capture = self.device.type == "cuda"
         self.cache = target.new_cache(nodes)
-        self.caches = [self.cache]
         idx = torch.tensor([prompt], device=self.device)
-        self.cache.attend_up_to(len(prompt))
         logits, h = target(idx, self.cache, taps=taps)
         self.anchor = self.new_tokens = self.choose(logits[0, -1:])  # (1,), written in place from here on
         n = torch.tensor(len(prompt), device=self.device)
@@ -283,10 +272,7 @@ class Session:
     def new_cache(self, n_layer, n_head, head_dim):
         """A drafter's cache with as many slots as the target's."""
         kv = self.cache.kv
-        cache = type(self.cache)(n_layer, n_head, head_dim, kv.shape[4], kv.device, kv.dtype)
-        cache.attend_up_to(self.length + self.nodes)
-        self.caches.append(cache)
-        return cache
+        return type(self.cache)(n_layer, n_head, head_dim, kv.shape[4], kv.device, kv.dtype)
 
     def choose(self, logits):
         """One token per row: logits (..., V) -> (...)."""
@@ -317,11 +303,9 @@ class Session:
         new = [t for t in new if t >= 0]
         kept = new[:max(0, self.token_budget - len(self.record.tokens))]
         end = next((i for i, t in enumerate(kept, 1) if t in self.stop), None)
-        kept = kept[:end]
-        self.record.tokens += kept
-        self.length += len(new)
+        self.record.tokens += kept[:end]
         self.done = end is not None or len(self.record.tokens) >= self.token_budget
-        return len(new) - 1, len(kept)
+        return len(new) - 1, len(kept[:end])
 
     def worth(self, chance):
         """How many tokens are worth drafting: chance (n,) is how likely each is accepted with all before it. Exact, as
@@ -329,16 +313,11 @@ class Session:
         return int((chance >= self.least_chance).sum()) if self.device.type == "cpu" else len(chance)
 
     def run(self, draft, verify):
-        """Rounds until done: draft() -> Tree (draft None: plain decoding), verify(tree) commits. Returns the Record.
-
-        On CUDA both are captured as graphs after two rounds, which have warmed everything up and are not timed, and
-        replayed from then on: what a round leaves to the next (anchor, caches, drafter's state) is written in place.
-        """
+        """Rounds until done: draft() -> Tree (draft None: plain decoding), verify(tree) commits. Returns the Record. On
+        CUDA both become graphs after two rounds, which have warmed everything up and are not timed: what a round leaves
+        to the next (anchor, caches, drafter's state) is written in place."""
         record, tree, started = self.record, None, time.perf_counter()
         while not self.done:
-            for cache in self.caches:
-                if cache.attended < self.length + self.nodes:
-                    cache.attend_up_to(self.length + self.nodes)
             if draft:
                 tree = draft() or tree
             verify(tree)
@@ -372,9 +351,8 @@ def autoregressive(target, prompt, max_new_tokens, temperature=0.0, top_k=None, 
 
     def step(_):
         logits, _ = target(s.anchor[None], s.cache)
-        s.anchor.copy_(s.choose(logits[0]))
+        s.anchor.copy_(s.choose(logits[0]))  # so are s.new_tokens
         s.cache.pos += 1
-        s.new_tokens = s.anchor
 
     return s.run(None, step)
 
@@ -397,10 +375,9 @@ def speed(records):
 
 
 def measure(target, generate, prompts, max_new_tokens, *sampling, seed=0):
-    """A method and plain decoding side by side, each going first on every other prompt. prompts: an iterable of
-    [token]; generate(prompt, max_new_tokens, *sampling) -> Record. Returns (numbers, [(record, plain record)])."""
-    both = generate, functools.partial(autoregressive, target)
-    pairs = []
+    """A method and plain decoding side by side, each going first on every other prompt, [token].
+    generate(prompt, max_new_tokens, *sampling) -> Record. Returns (numbers, [(record, plain record)])."""
+    both, pairs = (generate, functools.partial(autoregressive, target)), []
     for i, prompt in enumerate(prompts):
         pair = [None, None]
         for which in (i % 2, 1 - i % 2):

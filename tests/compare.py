@@ -98,8 +98,6 @@ def stage_times(generate, prompts, T, n_new=64):
     def run(session, draft, check):
         rounds, tree = 0, None
         while not session.done:
-            for cache in session.caches:
-                cache.attend_up_to(session.length + session.nodes)
             if session.capture and rounds == 2:
                 if draft:
                     draft, tree = verify.capture(draft)

@@ -188,8 +188,6 @@ def test_drafts_equal_those_of_a_drafter_built_anew(name):
     session, _, _, verify_ = a_round(name, target, drafter=drafter, temperature=1.0)  # chosen drafts of a random text
     accepted = 0
     while len(session.record.tokens) < 40:
-        for cache in session.caches:
-            cache.attend_up_to(128)
         words, anew = torch.tensor([1, 2, 3, 4, *session.record.tokens]), copy.deepcopy(drafter)
         absorb(target, session, anew, words)
         trees = [d.draft(target, session.anchor) for d in (drafter, anew)]
