@@ -142,7 +142,7 @@ def main():
     text += [compare.table([method, *header], found) for method, found in rows.items()]
     print("\n".join(text))
     if not options.methods and not options.quick:
-        compare.write(compare.ROOT / "tests" / "ABLATIONS.md", "\n".join(text))
+        (compare.ROOT / "tests" / "ABLATIONS.md").write_text("\n".join(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

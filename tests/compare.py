@@ -61,8 +61,7 @@ def open_target(path, data):
     target = train.load_target(path or train.find("target"), args.device, getattr(torch, args.dtype))
     if "OMP_NUM_THREADS" not in os.environ and target.config.n_embd <= 256:
         torch.set_num_threads(1)
-    enc = target.enc
-    return target, train.Data(train.read_corpus(data), enc, min(256, target.config.max_seq_len))
+    return target, train.Data(train.read_corpus(data), target.enc, min(256, target.config.max_seq_len))
 
 
 # ---- Measurements ----
@@ -195,14 +194,6 @@ def markdown(found):
         table(["", "M parameters", "law, p", "operations, T = 0", "T = 1"], methods)])
 
 
-def write(path, text):
-    """Writes beside and renames, so that the file is always a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
 # ---- The picture ----
 CELL, PITCH, LEFT = 11, 24, 104  # width of a token, height of a row, width of the labels
 STYLE = """text { font: 13px system-ui, sans-serif; fill: #24292f } .title, .tau { font-weight: 600 }
@@ -276,7 +267,7 @@ def main():
         methods[name] = {"parameters": sum(p.numel() for p in drafter.parameters()),
                          "operations": [sum(helpers.operations(name, target, T, drafter)) for T in (0.0, 1.0)]}
     if options.figure:
-        write(ROOT / ".github" / "rounds.svg", picture(generates, target, data))
+        (ROOT / ".github" / "rounds.svg").write_text(picture(generates, target, data), encoding="utf-8")
         return
     room = target.config.max_seq_len - 8
     prompts = {d: [(p[-room:], answer) for p, answer in pairs] for d, pairs in data.prompts(options.prompts).items()}
@@ -301,9 +292,9 @@ def main():
     text = markdown(found)
     print(text)
     if options.json:
-        write(Path(options.json), json.dumps(found, indent=1))
+        Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
     if not options.no_write:
-        write(ROOT / "tests" / "RESULTS.md", text)
+        (ROOT / "tests" / "RESULTS.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -182,29 +182,3 @@ def test_replays_equal_eager_rounds(name, way, temperature, controls):
     assert replayed[1] == sum(len(rounds) - 2 for _, rounds in replayed[0]) * (2 if name else 1)
     assert name is None or all(sum(r.accepted for r in rounds[3:]) for _, rounds in replayed[0])
     assert temperature or [r[0] for r in replayed[0]] == [r[0] for r in texts(None, {}, False)[0]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, fault", [
-    *product(EAGLES + BLOCKS, ("anchor", "pos", "python")), *product(EAGLES, ["state"])])
-def test_faults_of_captures_are_found(monkeypatch, name, fault):
-    """Right in eager rounds and wrong in replays: tensors that are bound anew, a count that Python keeps."""
-    drafter, calls, sound = importlib.import_module(name).Drafter, [], texts(name, {}, False)[0]
-    owner, what = {"python": (drafter, "draft"), "state": (drafter, "absorb")}.get(fault, (verify.Session, "verify"))
-    real = getattr(owner, what)
-
-    def counting(self, *args):
-        tree = real(self, *args)
-        calls.append(tree.tokens[1:].add_(len(calls) % 2).remainder_(9))
-        return tree
-
-    def binding(self, *args):
-        holder = self.cache if fault == "pos" else self
-        old, content = getattr(holder, fault), getattr(holder, fault).clone()
-        real(self, *args)
-        setattr(holder, fault, old.clone())
-        old.copy_(content)
-
-    monkeypatch.setattr(owner, what, counting if fault == "python" else binding)
-    eager, replayed = texts(name, {}, False)[0], texts(name, {}, True)[0]
-    assert [r[0] for r in eager] == [r[0] for r in sound] and eager != replayed

@@ -251,19 +251,6 @@ def test_drafted_nodes_see_their_own_ancestors(name, target, monkeypatch):
         above = outputs
 
 
-def test_eagle1_tree(target):
-    """10 nodes below the anchor, a part of the published 25; siblings are the likeliest tokens in order."""
-    session, drafter = shaken("eagle1", target)
-    tree = drafter.draft(target, session.anchor)
-    parent = tree.topology.parent
-    assert torch.bincount(tree.topology.depth).tolist() == [1, 3, 3, 2, 1, 1]
-    degrees = [(parent == node).sum().item() for node in range(11)]
-    assert degrees == [3, 2, 1, 0, 2, 0, 0, 1, 0, 1, 0]
-    for node, path in enumerate([(), *paths(tree)]):
-        order = drafter.read(target, walked(drafter, target, path)[-1]).argsort(descending=True)
-        assert tree.tokens[parent == node].equal(order[:degrees[node]])
-
-
 @pytest.mark.parametrize("name", EAGLES[1:])
 @pytest.mark.parametrize("width, beam, depth, N", [(3, 3, 1, 9), (4, 2, 3, 12), (3, 1, 4, 6), (3, 3, 3, 100)])
 def test_dynamic_tree_holds_the_best_values(name, width, beam, depth, N, target):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny, topology
 
-from model import KVCache, column_major, load_gpt2, rope_angles, rotate
+from model import KVCache, load_gpt2, rope_angles, rotate
 
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
@@ -134,15 +134,6 @@ def test_masks_and_slots(slots):
             cache.pos.fill_(pos)
             expected = F.pad(F.pad(given, (pos, 0)), (0, cache.attended - pos - 3), value=-math.inf)
             assert torch.equal(cache.mask(given), expected)
-
-
-def test_column_major_changes_only_the_memory():
-    """Names, values and logits stay; every matrix lies column by column, also after weights are loaded into it."""
-    target, plain, text = column_major(tiny()), tiny(), tokens(9)[None]
-    target.load_state_dict(plain.state_dict())
-    assert all(m.weight.mT.is_contiguous() for m in target.modules() if isinstance(m, torch.nn.Linear))
-    assert all(torch.equal(v, target.state_dict()[k]) for k, v in plain.state_dict().items())
-    close(target(text)[0], plain(text)[0])
 
 
 def test_rotary_positions_are_rotations():

@@ -33,10 +33,9 @@ def method(request, target):
 
 def test_tau_is_the_recorded_one(target, method):
     """To 2 %; in float64 greedy text equals plain decoding."""
-    (name, generate), enc = method, target.enc
-    rounds = []
+    (name, generate), rounds = method, []
     for prompt in PROMPTS:
-        tokens = enc.encode_ordinary(prompt)
+        tokens = target.enc.encode_ordinary(prompt)
         record = generate(tokens, 64)
         assert record.tokens == verify.autoregressive(target, tokens, 64).tokens
         rounds += record.rounds
