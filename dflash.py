@@ -122,7 +122,7 @@ class Drafter(nn.Module):
 
     def context(self, h):
         """The fused features H (b, T, d) of taps h, each (b, T, d); shared by all layers."""
-        return self.fuse_norm(self.fuse(torch.cat(h, -1)))
+        return self.fuse_norm(self.fuse(torch.cat(h, -1)).to(self.mask.dtype))
 
     def angles(self, positions):
         c = self.config

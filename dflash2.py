@@ -64,7 +64,7 @@ class DynamicConv(nn.Module):
 
     def __init__(self, d, block_size):
         super().__init__()
-        assert d % 16 == 0, f"the convs work on groups of 16 channels, and this target has {d}"
+        assert d % 16 == 0, f"convs need groups of 16 channels, not {d}"
         self.block_size = block_size
         self.base = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(2, 1, d))  # (side, tap, d)
         self.dynamic = nn.Linear(d, 4 * d // 16, bias=False)  # W_p
@@ -164,7 +164,7 @@ class Drafter(nn.Module):
 
     def context(self, h):
         """The fused features H (b, T, d) of taps h, each (b, T, d); shared by all layers."""
-        return self.fuse_norm(self.fuse(torch.cat(h, -1)))
+        return self.fuse_norm(self.fuse(torch.cat(h, -1)).to(self.mask.dtype))
 
     def angles(self, positions):
         c = self.config
