@@ -249,7 +249,7 @@ def test_accepts_and_sample_at_the_edges(u, monkeypatch):
     assert (w.gather(1, verify.sample(w)[:, None]) > 0).all()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.02, 0.3, 1.0, 2.0])
 def test_probs(temperature):
     """Temperature, then top_k, then top_p: against a loop over the sorted tokens."""
     torch.manual_seed(0)
