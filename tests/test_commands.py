@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import groupby, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,27 +70,41 @@ def test_a_method_trains_reports_and_continues(world, name):
 def test_a_resumed_run_ends_as_an_uninterrupted_one(world, name, tmp_path, monkeypatch):
     """Ctrl-C in the second of four steps, then --resume alone: equal weights and optimizer, so equal data and seed."""
     monkeypatch.setattr(train, "benchmark", lambda *_: {})
-    module, whole, broken, batch = importlib.import_module(name), tmp_path / "a.pt", tmp_path / "b.pt", train.Data.batch
+    module, whole, broken = importlib.import_module(name), tmp_path / "a.pt", tmp_path / "b.pt"
+    batch, seeds = train.Data.batch, set()
     base = [*SMALL, *(SHAPE if module is train else ["--train"]), "--steps", 4, "--seed", 5]
     assert run(module, *base, "--ckpt", whole)[0] == 0
 
     def interrupted(self, step, *how, **named):
+        seeds.add(torch.initial_seed())
         if step == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return batch(self, step, *how, **named)
     with monkeypatch.context() as patched:
         patched.setattr(train.Data, "batch", interrupted)
         assert "interrupted after step 2; " in refused(module, *base, "--ckpt", broken)
-    assert torch.load(broken, weights_only=True)["step"] == 2
+    assert torch.load(broken, weights_only=True)["step"] == len(seeds) == 2  # every step draws anew
     assert run(module, "--device", "cpu", "--resume", "--ckpt", broken)[0] == 0
     assert len(tensors(whole)) == len(tensors(broken))
     assert all(a.equal(b) for a, b in zip(tensors(whole), tensors(broken)))
 
 
 # ---- What is shown ----
+def test_right_answers_are_counted(monkeypatch, capsys):
+    """Of the method, then of plain decoding: whole numbers, in the line of the answer."""
+    texts = [("so\nAnswer: 12\n", "12\n"), ("Answer: 12\n", "Answer: 7\n"), ("Answer: 31\n", "Answer: 1\n")]
+    records = [tuple(Record(list(text.encode())) for text in pair) for pair in texts]
+    numbers = {"tau": 1, "ar_tok_s": 1, "tok_s": 1, "speedup": 1, "n_alpha": [], "equal": 0, "prompts": 3}
+    monkeypatch.setattr(verify, "measure", lambda *_, **__: (dict(numbers), records))
+    data = SimpleNamespace(enc=BYTES, prompts=lambda *_: {"math": [([1], "12"), ([1], "7"), ([1], "1")]})
+    args = train.Args(temperature=0.0)
+    args.method = "x"
+    report = train.benchmark(None, args, train.model.GPT(train.model.GPTConfig(64, 9, 1, 1, 4)), data)
+    assert report["results"][0]["domains"]["math"]["right_answers"] == [1, 2] and "1 of 3, 2" in capsys.readouterr().out
+
+
 def test_marks_show_who_wrote_a_character():
-    """For every way to draft the bytes of a text: characters in brackets are those whose last byte was drafted; without
-    brackets it is the text, also where it ends within a character."""
+    """For every way to draft the bytes of a text: in brackets are the characters whose last byte was drafted."""
     text = "aü你b"
     ends = [len(text[:i].encode()) - 1 for i in range(1, len(text) + 1)]
     for flags in product([False, True], repeat=len(text.encode()) - 1):

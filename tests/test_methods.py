@@ -103,9 +103,8 @@ def test_training_pass_equals_drafting(name, target):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_training_blocks_equal_drafting(name, target, monkeypatch):
-    """Every block trained among others, in the middle of a sequence, computes what drafting computes from the text
-    before its anchor alone: nothing leaks from its future, from other blocks, or across a block's border. Anchors are
-    drawn anew in every pass, and come to be all that leave room for a block."""
+    """Every block trained among others computes what drafting computes from the text before its anchor alone. Anchors
+    are drawn anew in every pass, and come to be all that leave room for a block."""
     session, drafter = shaken(name, target, block_size=5, n_draft_layer=2, n_anchors=4)
     seen, idx, drafted, met = heads(monkeypatch, target), text(2, 16), [], set()
     for row, a in product((0, 1), range(1, 12)):
@@ -123,8 +122,7 @@ def test_training_blocks_equal_drafting(name, target, monkeypatch):
 
 @pytest.mark.parametrize("name", EAGLES)
 def test_eagle_labels_are_the_targets_own(name, target):
-    """An oracle that knows the target's features (EAGLE-3: its logits), each at the position it is drafted for, costs
-    the entropy of the target, the least there is; one that is a position early or late costs more."""
+    """An oracle of the target's features (EAGLE-3: logits) costs the target's entropy; a position early or late, more."""
     _, drafter = shaken(name, target, **({"ttt": 3} if name == "eagle3" else {"noise": 0.0}))
     idx, costs = text(2, 18), []
     logits, (f,) = target(idx, taps=[8])
@@ -278,8 +276,8 @@ def test_dynamic_tree_holds_the_best_values(name, width, beam, depth, N, target)
 @pytest.mark.parametrize("drawn", [0, 1])
 @pytest.mark.parametrize("width, beam, n_nodes", [(3, 2, 12), (12, 3, 2)], ids=["roomy", "crowded"])
 def test_dynamic_tree_is_connected_and_keeps_what_was_drawn(name, drawn, width, beam, n_nodes, target, monkeypatch):
-    """All confidences equal: parents come before their children, none is missing, no sibling occurs twice; the drawn
-    nodes are a path of full depth, kept also where leaves near the root are worth more and would fill the tree."""
+    """All confidences equal: parents come before children, no sibling occurs twice; the drawn nodes are a path of full
+    depth, kept also where leaves near the root are worth more and would fill the tree."""
     module, rare = importlib.import_module(name), torch.tensor([0.2], dtype=torch.float64)
     monkeypatch.setattr(module, "acceptance", lambda q: rare)  # drawn nodes are worth less than other leaves
     settings = {"width": width, "beam": beam, "depth": 3, "n_nodes": n_nodes, "drawn": drawn}

@@ -4,10 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import eagle1
-import eagle2
-from model import GPTConfig
-
 FIVE, TRUNK = ("eagle1", "eagle2", "eagle3", "dflash", "dflash2"), ("model", "verify", "train")
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in FIVE + TRUNK}
@@ -39,10 +35,3 @@ def test_a_diff_shows_the_idea_alone(older, newer, most):
         for i, y in enumerate(b):
             common.append(above[i] + 1 if x == y else max(above[i + 1], common[i]))
     assert len(a) + len(b) - 2 * common[-1] <= most
-
-
-def test_eagle2_runs_an_eagle1_checkpoint():
-    """The two drafters have the same weights under the same names, and the same name of checkpoint."""
-    one, two = (method.Drafter(GPTConfig(16, 8, 2, 2, 16), method.Args()) for method in (eagle1, eagle2))
-    two.load_state_dict(one.state_dict())
-    assert one.name == two.name
