@@ -122,7 +122,7 @@ def test_training_blocks_equal_drafting(name, target, monkeypatch):
 
 @pytest.mark.parametrize("name", EAGLES)
 def test_eagle_labels_are_the_targets_own(name, target):
-    """An oracle of the target's features (EAGLE-3: logits) costs the target's entropy; a position early or late, more."""
+    """An oracle of the target's features (EAGLE-3: logits) costs the target's entropy; a position off, more."""
     _, drafter = shaken(name, target, **({"ttt": 3} if name == "eagle3" else {"noise": 0.0}))
     idx, costs = text(2, 18), []
     logits, (f,) = target(idx, taps=[8])
