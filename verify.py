@@ -351,7 +351,7 @@ def autoregressive(target, prompt, max_new_tokens, temperature=0.0, top_k=None, 
 
     def step(_):
         logits, _ = target(s.anchor[None], s.cache)
-        s.anchor.copy_(s.choose(logits[0]))  # so are s.new_tokens
+        s.anchor.copy_(s.choose(logits[0]))  # s.new_tokens is the same tensor
         s.cache.pos += 1
 
     return s.run(None, step)
