@@ -167,6 +167,10 @@ def test_a_batch_is_a_function_of_its_step_and_keeps_to_its_side():
     batches = [data.batch(step, 8, seed) for step in range(5) for seed in range(5)]
     assert not any(a.equal(b) for a, b in itertools.combinations(batches, 2))
     assert all(ord("a") not in prompt and answer is None for prompt, answer in data.prompts(9)["text"])
+    two = train.Data({"math": corpus["text"], "code": {"train": ["c\n" * 99], "held": ["d\n" * 99]}}, BYTES, 16)
+    share = (two.batch(0, 4000) == ord("c")).any(1).double().mean().item()
+    assert share == pytest.approx(0.35 / 0.75, abs=0.04)  # 5 standard errors
+    assert (two.batch(0, 9, domain="code") != ord("a")).all() and len(two.starts["math", "train"]) == 2
 
 
 # ---- Optimizer ----

@@ -427,6 +427,9 @@ def test_measurements(target):
     assert numbers["target_passes"] == sum(len(r.rounds) for r, _ in pairs) == 9 and numbers["tau"] == 3.0
     assert numbers["equal"] == numbers["prompts"] == 3 and numbers["nodes"] == 5 and numbers["new_tokens"] == 30
     assert numbers["n_alpha"] == [1.0, 1.0, 0.0]
+    for i, speed in enumerate(("tok_s", "ar_tok_s")):
+        assert numbers[speed] == pytest.approx(27 / sum(pair[i].seconds for pair in pairs))
+    assert numbers["speedup"] == pytest.approx(numbers["tok_s"] / numbers["ar_tok_s"])
     rounds = [verify.Round(depth, 9, accepted, kept) for depth, accepted, kept in
               ((3, 0, 1), (3, 1, 2), (3, 3, 4), (3, 3, 2), (2, 2, 3))]  # the fourth was cut
     assert verify.n_alpha(rounds) == [3 / 4, 2 / 3, 1.0] and verify.n_alpha(rounds[3:4]) == verify.n_alpha([]) == []
@@ -522,6 +525,7 @@ def check_drafts(name, way, n, V=40):
             for above, family in enumerate(families):
                 law = tree.q[above].tolist()
                 assert not any(family) or abs(sum(law) - 1) < 1e-9, "not a distribution"
+                assert sum(x > 0 for x in law) <= (top_k or V), "not cut as the target's law is"
                 for rank, i in enumerate(filter(None, family)):
                     total, key = sum(law), (depth[i], rank, tokens[above])
                     if total > 1e-9:  # otherwise any token will do
