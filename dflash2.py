@@ -40,7 +40,7 @@ from verify import Session, Tree, acceptance, chain, normalize, sample
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = arg(1100, "optimizer steps")
+    steps: int = arg(1000, "optimizer steps")
     batch_size: int = arg(8, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence")
     # Departure: published AdamW, 6e-4.
