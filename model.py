@@ -62,7 +62,7 @@ class KVCache:
         self.kv = torch.zeros(n_layer, 2, 1, n_head, slots, head_dim, device=device, dtype=dtype)
         self.pos = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.arange(slots + 1, device=device)
-        self.attend_up_to(slots if self.kv.is_cuda else 1)
+        self.attend_up_to(1 if self.kv.is_cpu else slots)
 
     def attend_up_to(self, n):
         """Lets passes attend to the first n slots at least (rounded up, so that shapes change rarely)."""
@@ -78,7 +78,7 @@ class KVCache:
         """ancestors (R, T): 0 where row i may see row j behind pos, -inf elsewhere -> (R, attended): the committed
         prefix is visible to every row; what lies beyond those T rows, to none."""
         T = ancestors.shape[-1]
-        if not self.kv.is_cuda and self.attended < int(self.pos) + T:
+        if self.kv.is_cpu and self.attended < int(self.pos) + T:
             self.attend_up_to(int(self.pos) + T)
         padded = F.pad(ancestors, (1, 1), value=-math.inf)  # column 0 prefix, 1..T new rows, T+1 beyond
         padded[:, 0] = 0

@@ -180,7 +180,10 @@ def train_tokenizer(corpus, vocab_size):
     print("training the tokenizer (a minute)", file=sys.stderr)
     shuffled = (random.Random(0).sample(c["train"], len(c["train"])) for c in corpus.values())
     sample = "".join("".join(documents)[:100_000] for documents in shuffled)
-    ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
+    try:
+        ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
+    except ValueError:  # no two tokens stand side by side any more
+        sys.exit(f"the text repeats itself too much for --vocab_size {vocab_size}: give other text (--data)")
     return {"ranks": [piece.decode("latin-1") for piece in ranks]}
 
 
@@ -268,15 +271,14 @@ class Optimizer(torch.optim.Adam):
         """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
         warmup = max(1, self.steps // 25)
         lr = self.lr * min((step + 1) / warmup, 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup))
-        group = self.param_groups[0]
-        torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
         for p in [p for p in self.matrices if p.grad is not None]:  # those that the loss reaches
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonal(p.grad.lerp(momentum, 0.95))  # Nesterov
             p.mul_(1 - lr * self.decay)
             p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
             p.grad = None  # Adam passes over it
-        group["lr"] = lr / 6
+        self.param_groups[0]["lr"] = lr / 6
         super().step()
         self.zero_grad()
 
@@ -584,16 +586,14 @@ def show(generate, args, target):
 
 def benchmark(generate, args, target, data):
     """Measures on held-out prompts by domain, at temperature 0 and 1 or the one given; prints a table, returns it."""
-    enc, prompts, room = data.enc, data.prompts(args.prompts, args.seed), target.config.max_seq_len - 8
-    results = []
+    enc, prompts, results = data.enc, data.prompts(args.prompts, args.seed), []
     for temperature in [0.0, 1.0] if args.temperature is None else [args.temperature]:
-        sampling = temperature, args.top_k, args.top_p, (enc.eot_token,)
+        sampling, domains = (temperature, args.top_k, args.top_p, (enc.eot_token,)), {}
         print(f"\n{args.method} at T={temperature:g} ({args.device}, {args.dtype}, {torch.get_num_threads()} threads), "
               f"{args.prompts} held-out prompts per domain\n          tau  plain tok/s  tok/s  speedup  right, plain's"
               "  acceptance at draft position 1, 2, ...")
-        domains = {}
         for domain, pairs in prompts.items():
-            texts = [prompt[-room:] for prompt, _ in pairs]
+            texts = [prompt[8 - target.config.max_seq_len:] for prompt, _ in pairs]  # with room to go on
             verify.measure(target, generate, texts[:1], 16, *sampling)  # warm up both
             texts = tqdm(texts, f"measuring {domain}", leave=False)
             n, records = verify.measure(target, generate, texts, args.max_new_tokens, *sampling, seed=args.seed)

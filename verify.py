@@ -62,7 +62,7 @@ def normalize(weights, fallback):
 
 # ---- Drafts ----
 class Topology:
-    """The shape of a draft of N nodes: parent (N,), parent[0] = -1 and parent[i] < i otherwise.
+    """The shape of a draft of N nodes: parent (N,), parent[0] = -1 and parent[i] < i otherwise (is_chain: i - 1).
 
     max_depth: no node is deeper. drawn (N,) bool: nodes drawn from q, not chosen; max_drawn: most such siblings.
     Derived: depth (N,); ancestors (N, N), 0 where row i may see column j (an ancestor or itself) and -inf elsewhere;

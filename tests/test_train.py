@@ -140,6 +140,8 @@ def test_any_text_survives_its_tokens():
     """Every byte has a token, digits stand alone, END is the last id and never comes from text."""
     corpus = {"text": {"train": [problems(100), "1000 2000 1000 2000\n" * 50]}}
     enc = train.encoding(train.train_tokenizer(corpus, 400))
+    with pytest.raises(SystemExit, match="repeats itself too much for --vocab_size 400"):
+        train.train_tokenizer({"text": {"train": ["a short text\n" * 500]}}, 400)
     assert enc.n_vocab == 400 and enc.eot_token == 399
     r = random.Random(1)
     points = [*range(0xD800), *range(0xE000, 0x110000)]
