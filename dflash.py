@@ -107,7 +107,7 @@ class Drafter(nn.Module):
 
     def __init__(self, config, args):
         super().__init__()
-        assert args.block_size < args.seq_len, "--seq_len has to be longer than --block_size"
+        assert args.block_size < args.seq_len, "--seq_len has to exceed --block_size"
         self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
         n = min(args.n_taps, L)  # distinct ones, evenly spread
         self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)]

@@ -64,7 +64,7 @@ class DynamicConv(nn.Module):
 
     def __init__(self, d, block_size):
         super().__init__()
-        assert d % 16 == 0, f"convs need groups of 16 channels, not {d}"
+        assert d % 16 == 0, f"{d} is not a multiple of 16"
         self.block_size = block_size
         self.base = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(2, 1, d))  # (side, tap, d)
         self.dynamic = nn.Linear(d, 4 * d // 16, bias=False)  # W_p
@@ -139,7 +139,7 @@ class Drafter(nn.Module):
 
     def __init__(self, config, args):
         super().__init__()
-        assert args.block_size < args.seq_len, "--seq_len has to be longer than --block_size"
+        assert args.block_size < args.seq_len, "--seq_len has to exceed --block_size"
         self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
         n = min(args.n_taps, L)  # distinct ones, evenly spread
         self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)]

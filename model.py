@@ -183,13 +183,13 @@ def column_major(module):
     return module
 
 
-def load_gpt2(weights, n_head):
-    """A GPT from published GPT-2 weights: {name: tensor}, with or without the prefix "transformer."; projections are
-    (in, out) there. Raises KeyError for a missing name, ValueError without layers, RuntimeError for a wrong shape."""
+def load_gpt2(weights):
+    """A GPT from published GPT-2 weights: {name: tensor}, with or without the prefix "transformer."; there projections
+    are (in, out) and heads 64 wide. Raises KeyError (a missing name), ValueError (no layers), RuntimeError (shapes)."""
     w = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     n_layer = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("h."))
     V, d = w["wte.weight"].shape
-    model = GPT(GPTConfig(len(w["wpe.weight"]), V, n_layer, n_head, d, bias=True, gelu=True))
+    model = GPT(GPTConfig(len(w["wpe.weight"]), V, n_layer, d // 64, d, bias=True, gelu=True))
     ours = {}
     for name, tensor in w.items():
         if name.startswith("h.") and tensor.dim() == 2:

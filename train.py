@@ -4,12 +4,8 @@
     python train.py --init gpt2     takes published GPT-2 weights instead
     torchrun --nproc_per_node 2 train.py --train    (any command that trains) on several devices
 
-Three domains, because a draft's acceptance depends on what is written:
-    math    worked problems, made up here, endless and correct
-    code    the source of Python's standard library
-    prose   its docstrings, long comments and help topics
-Text whose checksum is 0 modulo 8 (by file for code and prose, by problem for math) is held out, never trained on.
-Checkpoints are written to out/ and read from out/, or from weights/ where out/ has none.
+Three domains, because a draft's acceptance depends on what is written: worked maths problems, made up here; code, the
+standard library; prose, its docstrings, long comments and help topics. An eighth, by checksum, is never trained on.
 """
 import argparse
 import ast
@@ -22,10 +18,9 @@ import random
 import re
 import signal
 import sys
-import sysconfig
 import time
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +34,12 @@ from tqdm import tqdm
 import model
 import verify
 
-END = "<|endoftext|>"
+END, CUDA = "<|endoftext|>", torch.cuda.is_available()
 
 
 # ---- Data: worked problems, each a function of a random generator r -> (question, steps of the solution, answer) ----
-NAMES = "Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas Kofi Lena Mei Nils Olga Priya Rosa Sam Tariq Uma".split()
+NAMES = ("Ada Ben Carla Deniz Emma Farid Grace Hugo Ines Jonas "
+         "Kofi Lena Mei Nils Olga Priya Rosa Sam Tariq Uma").split()
 THINGS = "apples books coins pencils stamps marbles cards shells stickers tickets".split()
 
 
@@ -107,54 +103,51 @@ def sequence(r):
     return f"A sequence starts {start} and goes on in the same way. What is number {n}?", steps, a + (n - 1) * d
 
 
-PROBLEMS = story, addition, multiplication, equation, percentage, sequence
-
-
 def held_out(key):
     return zlib.crc32(key.encode()) % 8 == 0
 
 
 def math_texts(n, seed, holdout):
-    """n problems from one side of the split: [(question, solution, answer)]. Held-out ones are distinct; in training
-    a kind with few different problems repeats them, so that all kinds are equally frequent."""
+    """n problems from one side of the split: [(question, solution, answer)]. Only held-out ones are distinct."""
+    kinds = story, addition, multiplication, equation, percentage, sequence
     r, texts, seen = random.Random(seed), [], set()
     while len(texts) < n:
-        question, steps, answer = r.choice(PROBLEMS)(r)
+        question, steps, answer = r.choice(kinds)(r)
         if held_out(question) == holdout and not (holdout and question in seen):
             seen.add(question)
-            solution = " " + "\n".join(steps) + f"\nAnswer: {answer}\n"
-            texts.append((f"Problem: {question}\nSolution:", solution, str(answer)))
+            solution, answer = " " + "\n".join(steps) + "\n", f"Answer: {answer}\n"
+            texts.append((f"Problem: {question}\nSolution:", solution + answer, answer))
     return texts
 
 
-# ---- Data: the corpus ----
 # Left out: other people's packages, tests (assertions that repeat, tables of data) and encodings (tables).
-NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 def prose_of(source):
     """Docstrings of at least two lines and comments of at least four, in a Python source."""
-    documented = ast.Module, ast.ClassDef, ast.FunctionDef
-    docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, documented)]
-    comments = [re.sub(r"(?m)^ *# ?", "", c) for c in re.findall(r"(?m)(?:^ *# [^\n]*\n){4,}", source)]
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, kinds)]
+    comments = re.findall(r"(?m)(?:^ *# [^\n]*\n){4,}", source)
+    comments = [re.sub(r"(?m)^ *# ?", "", text) for text in comments]
     return [text for text in docs + comments if text and "\n" in text]
 
 
 def read_corpus(data=None):
-    """{domain: {"train": [document], "held": [document]}}, documents being strings. --data, a text file or a folder of
-    them, is one domain, "text"; the last eighth of every file is held out."""
+    """{domain: {"train": [text], "held": [text]}}. A docstring that stands on both sides is not held out."""
     if data is not None:
         root = Path(data)
         files = sorted(f for f in (root, *root.rglob("*")) if f.is_file() and os.access(f, os.R_OK))
         texts = [f.read_text(encoding="utf-8", errors="replace") for f in files]
         if sum(map(len, texts)) < 5000:
-            sys.exit(f"--data {data}: no such file, or fewer than 5000 characters in it: give more text")
-        return {"text": {"train": [t[:len(t) * 7 // 8] for t in texts], "held": [t[len(t) * 7 // 8:] for t in texts]}}
+            sys.exit(f"--data {data}: no such file, or fewer than 5000 characters")
+        train, held = [t[:-len(t) // 8] for t in texts], [t[-len(t) // 8:] for t in texts]
+        return {"text": {"train": train, "held": held}}
     corpus = {domain: {"train": [], "held": []} for domain in ("math", "code", "prose")}
     for side, n in (("train", 60000), ("held", 400)):
         problems = math_texts(n, 1234, side == "held")
-        corpus["math"][side] = [question + solution for question, solution, _ in problems]
-    root = Path(sysconfig.get_paths()["stdlib"])
+        corpus["math"][side] = [q + solution for q, solution, _ in problems]
+    root = Path(ast.__file__).parent
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root)
         if not NOT_READ & set(name.parts):
@@ -165,36 +158,29 @@ def read_corpus(data=None):
     from pydoc_data.topics import topics
     for name, text in topics.items():
         corpus["prose"]["held" if held_out(name) else "train"].append(text)
-    trained = set(corpus["prose"]["train"])  # two files may have the same docstring
-    corpus["prose"]["held"] = [text for text in corpus["prose"]["held"] if text not in trained]
+    held, trained = corpus["prose"]["held"], set(corpus["prose"]["train"])
+    corpus["prose"]["held"] = [t for t in held if t not in trained]
     return corpus
 
 
 # ---- Tokenizer: byte-level BPE (Sennrich et al. 2016; GPT-2's bytes), trained and run by tiktoken ----
-# Words with their space, single digits, punctuation, white space.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 
 
 def train_tokenizer(corpus, vocab_size):
     """A tokenizer as it stands in a checkpoint, of a sample of every domain; the last id is END."""
-    print("training the tokenizer (a minute)", file=sys.stderr)
+    print("training the tokenizer (a minute)")
     shuffled = (random.Random(0).sample(c["train"], len(c["train"])) for c in corpus.values())
-    sample = "".join("".join(documents)[:100_000] for documents in shuffled)
-    try:
-        ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
-    except ValueError:  # no two tokens stand side by side any more
-        sys.exit(f"the text repeats itself too much for --vocab_size {vocab_size}: give other text (--data)")
+    sample = "".join("".join(texts)[:100_000] for texts in shuffled)
+    ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
     return {"ranks": [piece.decode("latin-1") for piece in ranks]}
 
 
 def encoding(tokenizer):
     """The tiktoken Encoding of a tokenizer as it stands in a checkpoint."""
     ranks = {piece.encode("latin-1"): i for i, piece in enumerate(tokenizer["ranks"])}
-    return tiktoken.Encoding("corpus", pat_str=tokenizer.get("pattern", PATTERN), mergeable_ranks=ranks,
-                             special_tokens={END: len(ranks)})
-
-
-SHARE = {"math": 0.4, "code": 0.35, "prose": 0.25, "text": 1.0}  # of the sequences in a batch
+    return tiktoken.Encoding("corpus", pat_str=tokenizer.get("pattern", PATTERN),
+                             mergeable_ranks=ranks, special_tokens={END: len(ranks)})
 
 
 class Data:
@@ -204,12 +190,12 @@ class Data:
     def __init__(self, corpus, enc, seq_len):
         self.enc, self.seq_len, self.domains = enc, seq_len, list(corpus)
         self.tokens, self.starts = {}, {}
-        newline = torch.tensor([b"\n" in enc.decode_single_token_bytes(i) for i in range(enc.n_vocab)])
+        newline = torch.tensor([b"\n" in enc.decode_bytes([i]) for i in range(enc.n_vocab)])
         for domain in tqdm(corpus, "encoding", leave=False):
-            for side, documents in corpus[domain].items():
-                t = torch.tensor([token for text in documents for token in self.encode(text)])
+            for side, texts in corpus[domain].items():
+                t = torch.tensor([token for text in texts for token in self.encode(text)])
                 if len(t) <= seq_len:
-                    sys.exit(f"{domain}, {side}: {len(t)} tokens; give more text (--data) or a smaller --seq_len")
+                    sys.exit(f"{domain}, {side}: {len(t)} tokens; give more --data or a smaller --seq_len")
                 is_end = (t == enc.eot_token) | (newline[t] & (domain != "math"))
                 start = F.pad(is_end.nonzero()[:, 0] + 1, (1, 0))
                 self.tokens[domain, side] = t
@@ -223,7 +209,8 @@ class Data:
     def batch(self, step, batch_size, seed=0, side="train", domain=None):
         """(batch_size, seq_len) tokens, a function of the arguments alone, so that a resumed run sees the same text."""
         r, rows = random.Random(f"{seed} {step} {side}"), []
-        for d in r.choices(self.domains, [SHARE[d] for d in self.domains], k=batch_size):
+        share = {"math": 0.4, "code": 0.35, "prose": 0.25, "text": 1.0}
+        for d in r.choices(self.domains, [share[d] for d in self.domains], k=batch_size):
             key = domain or d, side
             i = r.choice(self.starts[key])
             rows.append(self.tokens[key][i:i + self.seq_len])
@@ -234,7 +221,8 @@ class Data:
         r, found = random.Random(seed), {}
         for domain in self.domains:
             if domain == "math":
-                found[domain] = [(self.enc.encode_ordinary(q), a) for q, _, a in math_texts(n, 99 + seed, True)]
+                problems = math_texts(n, 99 + seed, True)
+                found[domain] = [(self.enc.encode_ordinary(q), a) for q, _, a in problems]
             else:
                 t, starts = self.tokens[domain, "held"], self.starts[domain, "held"]
                 first = [r.choice(starts) for _ in range(n)]
@@ -242,14 +230,13 @@ class Data:
         return found
 
 
-# ---- Optimizer ----
 def orthogonal(x):
-    """The matrix with the directions of x and singular values near 1, by Newton-Schulz (Jordan et al. 2024). In float32
-    on a CPU: one without bfloat16 units emulates them, as for torch.optim.Muon, twenty times slower."""
+    """The matrix with the directions of x and singular values near 1, by Newton-Schulz (Jordan et al. 2024): five steps
+    of a quintic with fixed points around 1. bfloat16 is emulated on many a CPU."""
     y = x.mT if x.shape[0] > x.shape[1] else x
     y = y.bfloat16() if y.is_cuda else y
     y = y / (y.norm() + 1e-7)
-    for _ in range(5):  # a quintic whose fixed points lie around 1: all singular values move there
+    for _ in range(5):
         a = y @ y.mT
         y = 3.4445 * y + (-4.7750 * a + 2.0315 * a @ a) @ y
     return y.mT if x.shape[0] > x.shape[1] else y
@@ -263,16 +250,18 @@ class Optimizer(torch.optim.Adam):
         super().__init__(module.parameters(), betas=(0.9, 0.95))
         tables = {m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)}
         self.matrices = [p for p in module.parameters() if p.dim() == 2 and p not in tables]
-        self.state.update({p: {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p)} for p in self.matrices})
+        for p in self.matrices:
+            self.state[p] = {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p)}
         self.lr, self.steps, self.decay = lr, steps, decay
 
     @torch.no_grad()
     def step(self, step):
         """One update with the gradients at hand, of norm at most 1, then clears them. step counts from 0."""
         warmup = max(1, self.steps // 25)
-        lr = self.lr * min((step + 1) / warmup, 1 - 0.9 * max(0, step - warmup) / max(1, self.steps - warmup))
+        left = (self.steps - step) / max(1, self.steps - warmup)
+        lr = self.lr * min((step + 1) / warmup, 0.1 + 0.9 * left)
         torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
-        for p in [p for p in self.matrices if p.grad is not None]:  # those that the loss reaches
+        for p in [p for p in self.matrices if p.grad is not None]:
             momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
             update = orthogonal(p.grad.lerp(momentum, 0.95))  # Nesterov
             p.mul_(1 - lr * self.decay)
@@ -284,10 +273,14 @@ class Optimizer(torch.optim.Adam):
 
 
 # ---- Command line: the flags that all commands share ----
-def arg(default, help, type=None, **how):
+def arg(default, help, type=str, **how):
     """A field of Args and a flag of the command line; type and how are argparse's."""
+    if default is False:
+        how["action"] = "store_true"
+    else:
+        how["type"] = number(int, 1) if isinstance(default, int) and type is str else type
     help += "" if default in (None, False) else f" [{default}]"
-    return field(default=default, metadata={"help": help, "type": type, **how})
+    return field(default=default, metadata={"help": help, **how})
 
 
 def number(kind, low, high=math.inf):
@@ -304,22 +297,22 @@ def number(kind, low, high=math.inf):
 class CommonArgs:
     train: bool = arg(False, "train, then report")
     prompt: str = arg(None, "text to continue")
-    bench: bool = arg(False, "measure on held-out prompts, next to plain decoding")
-    json: bool = arg(False, "end with the report as one line of JSON")
-    verbose: bool = arg(False, "draw every round: what was drafted (children below parents), + accepted, supplied")
-    seed: int = arg(0, "of all random numbers", number(int, 0, 2**60))
-    device: str = arg("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda, cuda:1 ...")
-    dtype: str = arg("bfloat16" if torch.cuda.is_available() else "float32", "of inference: bfloat16, float32, float64",
+    bench: bool = arg(False, "measure on held-out prompts")
+    json: bool = arg(False, "end the report with a line of JSON")
+    verbose: bool = arg(False, "draw every round as a tree")
+    seed: int = arg(0, "of all random numbers", number(int, 0))
+    device: str = arg("cuda" if CUDA else "cpu", "cpu, cuda, cuda:1 ...")
+    dtype: str = arg("bfloat16" if CUDA else "float32", "of inference",
                      choices=("float32", "bfloat16", "float64"))
-    target: str = arg(None, "checkpoint of the target, if not target.pt in out/ or weights/")
-    ckpt: str = arg(None, "checkpoint to write and read, if not the method's in out/ or weights/")
-    data: str = arg(None, "a text file or folder instead of the embedded corpus")
-    resume: bool = arg(False, "go on from the checkpoint, up to --steps")
-    max_new_tokens: int = arg(128, "to generate, per prompt", number(int, 0))
-    temperature: float = arg(None, "0 is greedy; a report covers 0 and 1", number(float, 0))
-    top_k: int = arg(None, "sample from the k likeliest tokens")
-    top_p: float = arg(None, "sample from the smallest set of this mass", number(float, 1e-300, 1))
-    prompts: int = arg(10, "held-out prompts per domain in a report")
+    target: str = arg(None, "checkpoint of the target")
+    ckpt: str = arg(None, "checkpoint to write and read")
+    data: str = arg(None, "text file or folder to learn from")
+    resume: bool = arg(False, "go on from the checkpoint")
+    max_new_tokens: int = arg(128, "per prompt", number(int, 0))
+    temperature: float = arg(None, "0 is greedy", number(float, 0))
+    top_k: int = arg(None, "sample from the k likeliest tokens", number(int, 1))
+    top_p: float = arg(None, "... the likeliest of this mass", number(float, 1e-300, 1))
+    prompts: int = arg(10, "held-out prompts per domain")
 
 
 @dataclass
@@ -327,38 +320,38 @@ class Args(CommonArgs):
     steps: int = arg(2000, "optimizer steps")
     batch_size: int = arg(8, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence, and the context")
-    lr: float = arg(0.03, "learning rate of Muon; Adam has a sixth of it", number(float, 1e-9))
+    lr: float = arg(0.03, "learning rate of Muon", number(float, 1e-9))
     n_layer: int = arg(24, "blocks")
     n_head: int = arg(2, "attention heads")
     n_embd: int = arg(128, "width")
     vocab_size: int = arg(512, "entries of the tokenizer", number(int, 300))
-    init: str = arg(None, "gpt2, gpt2-medium, gpt2-large, gpt2-xl or a file: no training")
+    init: str = arg(None, "gpt2 ... gpt2-xl or a file")
 
 
 def parse(Args, doc, name, argv=None):
-    """The command line as an Args. A checkpoint that is read, of this name, brings its settings as defaults."""
+    """The command line. A checkpoint that is read, of this name, brings its settings as defaults."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # any text on any console
-    torch.set_flush_denormal(True)  # confident softmax tails are denormal numbers, 50 times slower on a CPU
+        stream.reconfigure(errors="replace")
+    torch.set_flush_denormal(True)  # tails of a softmax: 50 times slower
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Args):
-        how = dict(f.metadata)
-        kind = how.pop("type") or (number(int, 1) if f.type is int else f.type)
-        how |= {"action": "store_true"} if f.type is bool else {"type": kind, "metavar": f.type.__name__}
-        parser.add_argument("--" + f.name, default=f.default, **how)
+        parser.add_argument("--" + f.name, default=f.default, **f.metadata)
     args = parser.parse_args(argv)
     path = args.ckpt or find(name)
     if Path(path).is_file() and (args.resume or not args.train):
-        common = {f.name for f in fields(CommonArgs)} - ({"data", "seed"} if args.resume else set())
+        common = {f.name for f in fields(CommonArgs)}
+        if args.resume:
+            common -= {"data", "seed"}
         saved = load(path, name)["args"].items()
-        parser.set_defaults(**{k: v for k, v in saved if hasattr(args, k) and k not in common})
+        parser.set_defaults(**{k: v for k, v in saved if k not in common})
         args = parser.parse_args(argv)
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
     if args.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(args.device).index or int(os.environ.get("LOCAL_RANK", 0)))
+        index = torch.device(args.device).index
+        torch.cuda.set_device(index or int(os.environ.get("LOCAL_RANK", 0)))
     args.name, args.train = name, args.train or args.resume
     return args
 
@@ -366,7 +359,8 @@ def parse(Args, doc, name, argv=None):
 # ---- Checkpoints: one dict that torch.load(weights_only=True) reads ----
 def find(name):
     """The checkpoint that a command reads: your own in out/, or the one that came with the repository."""
-    mine, shipped = (Path(folder) / f"{name}.pt" for folder in ("out", Path(__file__).parent / "weights"))
+    mine = Path("out", f"{name}.pt")
+    shipped = Path(__file__).parent / "weights" / f"{name}.pt"
     return shipped if shipped.exists() and not mine.exists() else mine
 
 
@@ -377,8 +371,8 @@ def save(path, checkpoint):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(checkpoint, temporary)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         sys.exit(f"{path} could not be written: {str(error).splitlines()[0]}")
 
@@ -386,32 +380,33 @@ def save(path, checkpoint):
 def load(path, name):
     """Reads a checkpoint of this name ("target", "eagle1", ...), or ends in one line that says why not."""
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        found = checkpoint["name"]
-    except Exception as error:  # on a damaged or foreign file torch.load raises nearly anything
-        sys.exit(f"{path}: no checkpoint, or cut short ({type(error).__name__}): train one (a target: python train.py)")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        found = saved["name"]
+    except Exception as error:  # torch.load raises nearly anything
+        sys.exit(f"{path}: no checkpoint, or cut short ({type(error).__name__}): --train")
     if found != name:
-        sys.exit(f"{path}: holds a {found} checkpoint, and this needs {name}")
-    return checkpoint
+        sys.exit(f"{path}: holds a {found} checkpoint, not {name}")
+    return saved
 
 
-def load_weights(module, checkpoint, path):
+def load_weights(module, saved, path):
     try:
-        module.load_state_dict(checkpoint["model"])
+        module.load_state_dict(saved["model"])
     except RuntimeError:
-        sys.exit(f"{path} has other settings (leave those flags out) or is of another version (train it again)")
+        sys.exit(f"{path} has other settings: leave those flags out, or train it again")
 
 
 def load_target(path, device, dtype=torch.float32):
     """The frozen target of a checkpoint, with .enc, its tokenizer, and .fingerprint, hex digits of its weights."""
-    checkpoint = load(path, "target")
-    if checkpoint["step"] < checkpoint["args"].get("steps", 0):
-        sys.exit(f"{path} is not trained to the end: python train.py --ckpt {path} --resume finishes it")
-    target = model.GPT(model.GPTConfig(**checkpoint["config"]))
-    load_weights(target, checkpoint, path)
-    weights = [w.float().numpy().tobytes() for _, w in sorted(target.state_dict().items())]
-    target.fingerprint = hashlib.sha256(b"".join(weights)).hexdigest()[:16]
-    target.enc = encoding(checkpoint["tokenizer"])
+    saved = load(path, "target")
+    if saved["step"] < saved["args"].get("steps", 0):
+        sys.exit(f"{path} is not trained to the end: python train.py --ckpt {path} --resume")
+    target = model.GPT(model.GPTConfig(**saved["config"]))
+    load_weights(target, saved, path)
+    weights = sorted(target.state_dict().items())
+    weights = b"".join(w.float().numpy().tobytes() for _, w in weights)
+    target.fingerprint = hashlib.sha256(weights).hexdigest()[:16]
+    target.enc = encoding(saved["tokenizer"])
     return model.column_major(target.to(device, dtype).eval().requires_grad_(False))
 
 
@@ -420,57 +415,57 @@ def load_drafter(method, args, target):
     drafter = method.Drafter(target.config, args)
     if hasattr(method, "train"):
         path = args.ckpt or find(args.name)
-        checkpoint = load(path, args.name)
-        if checkpoint["target"] != target.fingerprint:
-            sys.exit(f"{path} was trained for another target than {args.target or find('target')}: give its --target "
-                     "(the shipped ones' is weights/target.pt), or --train it")
-        load_weights(drafter, checkpoint, path)
+        saved = load(path, args.name)
+        if saved["target"] != target.fingerprint:
+            sys.exit(f"{path} was trained for another target: give its --target, or --train")
+        load_weights(drafter, saved, path)
     return model.column_major(drafter.to(args.device, getattr(torch, args.dtype)).eval())
 
 
 def init_target(args):
-    """--init: published GPT-2 weights, a file with its config.json beside it or fetched by name, as a checkpoint."""
-    file, url = Path(args.init), f"https://huggingface.co/openai-community/{args.init}/resolve/main/pytorch_model.bin"
+    """--init: published GPT-2 weights, in a file or fetched by name, as a checkpoint."""
+    name, url = args.init, "https://huggingface.co/openai-community/{}/resolve/main/pytorch_model.bin"
     try:
-        if file.exists():
-            weights = torch.load(file, map_location="cpu", weights_only=True)
-            n_head = json.loads(file.with_name("config.json").read_text(encoding="utf-8"))["n_head"]
+        if Path(name).exists():
+            weights = torch.load(name, map_location="cpu", weights_only=True)
         else:
-            weights = torch.hub.load_state_dict_from_url(url, "out", file_name=f"{file}.bin", weights_only=True)
-            n_head = weights["wte.weight"].shape[1] // 64  # in all four sizes
-        target, enc = model.load_gpt2(weights, n_head), tiktoken.get_encoding("gpt2")
-        assert enc.n_vocab == target.config.vocab_size, "not as many embeddings as GPT-2's tokenizer has tokens"
-    except Exception as error:  # whatever a network or a foreign file may cause
-        sys.exit(f"--init {args.init}: no GPT-2 weights with a config.json beside them, nor fetched ({error!r})")
-    ranks = [enc.decode_single_token_bytes(i).decode("latin-1") for i in range(enc.eot_token)]
+            weights = torch.hub.load_state_dict_from_url(
+                url.format(name), "out", file_name=f"{name}.bin", weights_only=True)
+        target, enc = model.load_gpt2(weights), tiktoken.get_encoding("gpt2")
+        assert enc.n_vocab == target.config.vocab_size, "not GPT-2's vocabulary"
+    except Exception as error:
+        sys.exit(f"--init {name}: GPT-2 weights neither there nor fetched ({error!r})")
+    ranks = [enc.decode_bytes([i]).decode("latin-1") for i in range(enc.eot_token)]
     save(args.ckpt, {"name": "target", "model": target.state_dict(), "args": {}, "step": 0,
-                     "config": asdict(target.config), "tokenizer": {"ranks": ranks, "pattern": enc._pat_str}})
+                     "config": vars(target.config),
+                     "tokenizer": {"ranks": ranks, "pattern": enc._pat_str}})
 
 
 # ---- Training: what is the same for the target and for every drafter ----
 class Run:
     """The frame of a training loop: `for step in run` shows progress, saves every minute, at the end and on Ctrl-C, and
-    resumes. Under torchrun every process takes its share of the batch, and gradients are averaged; rank 0 saves. extra:
-    what the checkpoint holds beside weights and curve, [step, mean loss] of every ten steps."""
+    resumes. Under torchrun every process takes its share of the batch. extra: more that the checkpoint holds."""
 
     def __init__(self, args, module, optimizer, extra):
         self.args, self.module, self.optimizer, self.extra = args, module, optimizer, extra
-        self.path, self.first = Path(args.ckpt or f"out/{args.name}.pt"), 0
-        self.losses, self.curve = [], []
-        found = load(self.path, args.name) if args.resume or self.path.exists() else {}  # never over a foreign file
+        self.path = Path(args.ckpt or f"out/{args.name}.pt")
+        self.first, self.losses, self.curve = 0, [], []
+        if args.resume or self.path.exists():
+            found = load(self.path, args.name)  # never over a foreign file
         if args.resume:
             if found.get("target") != extra.get("target") or "optimizer" not in found:
-                sys.exit(f"--resume: {self.path} is for another target, or holds the weights alone")
+                sys.exit(f"--resume: {self.path} has another target, or weights alone")
             self.first, self.curve = found["step"], found["curve"]
             load_weights(module, found, self.path)
             optimizer.load_state_dict(found["optimizer"])
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if self.world > 1 and not dist.is_initialized():  # started by torchrun
-            dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-        self.parallel = torch.nn.parallel.DistributedDataParallel(module) if self.world > 1 else module
+        self.rank, self.world, self.parallel = 0, 1, module
+        if "RANK" in os.environ:  # started by torchrun
+            if not dist.is_initialized():
+                dist.init_process_group()
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.parallel = torch.nn.parallel.DistributedDataParallel(module)
 
     def batch(self, data, step):
-        """This process's rows of the batch of a step."""
         rows = data.batch(step, self.args.batch_size, self.args.seed)
         return rows[self.rank::self.world].to(self.args.device)
 
@@ -482,47 +477,52 @@ class Run:
 
     def __iter__(self):
         args, stop, saved = self.args, [], time.time()
-        signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # acted on between two complete steps
-        bar = tqdm(range(self.first, args.steps), args.name, args.steps, initial=self.first, disable=self.rank > 0)
+        signal.signal(signal.SIGINT, lambda *_: stop.append(True))  # not in mid-step
+        bar = tqdm(range(self.first, args.steps), args.name, args.steps,
+                   initial=self.first, disable=self.rank > 0)
         for step in bar:
-            torch.manual_seed(zlib.crc32(f"{args.seed} {step} {self.rank}".encode()))  # --resume draws the same
+            torch.manual_seed(zlib.crc32(f"{args.seed} {step} {self.rank}".encode()))
             yield step
             done, now = step + 1, time.time()
-            due = stop or done == args.steps or now - saved > 60
+            due = stop or done == args.steps or now > saved + 60
             if due or done % 10 == 0:
                 loss = torch.stack(self.losses).mean().item()
                 self.losses.clear()
-                if not math.isfinite(loss):  # the checkpoint stays the last good one
+                if not math.isfinite(loss):
                     sys.exit(f"the loss is {loss} at step {done}: try a smaller --lr")
                 self.curve.append([done, loss])
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if due and self.rank == 0:
-                save(self.path, {**self.extra, "name": args.name, "model": self.module.state_dict(), "step": done,
-                                 "optimizer": self.optimizer.state_dict(), "args": vars(args), "curve": self.curve})
+                weights, state = self.module.state_dict(), self.optimizer.state_dict()
+                save(self.path, {**self.extra, "name": args.name, "args": vars(args), "step": done,
+                                 "curve": self.curve, "model": weights, "optimizer": state})
             saved = now if due else saved
             if stop and done < args.steps:
-                sys.exit(f"\ninterrupted after step {done}; {self.path} has it: --resume goes on")
+                sys.exit(f"\ninterrupted after step {done}; --resume goes on")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def get_target(args):
     """The frozen target that a drafter is trained for, and its data."""
     target = load_target(args.target or find("target"), args.device)
-    if args.seq_len > target.config.max_seq_len:
-        sys.exit(f"--seq_len {args.seq_len} exceeds the target's context: give --seq_len {target.config.max_seq_len}")
+    if args.seq_len > (limit := target.config.max_seq_len):
+        sys.exit(f"--seq_len {args.seq_len} exceeds the target's context, {limit}")
     return target, Data(read_corpus(args.data), target.enc, args.seq_len)
 
 
 def train(args):
     """Trains the target on all domains; cross-entropy of the next token."""
     corpus = read_corpus(args.data)
-    tokenizer = load(args.ckpt, "target")["tokenizer"] if args.resume else train_tokenizer(corpus, args.vocab_size)
+    if args.resume:
+        tokenizer = load(args.ckpt, "target")["tokenizer"]
+    else:
+        tokenizer = train_tokenizer(corpus, args.vocab_size)
     data = Data(corpus, encoding(tokenizer), args.seq_len)
     torch.manual_seed(args.seed)
     config = model.GPTConfig(args.seq_len, data.enc.n_vocab, args.n_layer, args.n_head, args.n_embd)
     target = model.GPT(config).to(args.device)
     optimizer = Optimizer(target, args.lr, args.steps, decay=0.1)
-    run = Run(args, target, optimizer, {"config": asdict(config), "tokenizer": tokenizer})
+    run = Run(args, target, optimizer, {"config": vars(config), "tokenizer": tokenizer})
     for step in run:
         idx = run.batch(data, step)
         with run.autocast():
@@ -533,14 +533,13 @@ def train(args):
         run.losses.append(loss.detach())
     for domain in data.domains:
         idx = data.batch(0, 16, seed=1, side="held", domain=domain).to(args.device)
-        loss = F.cross_entropy(target(idx[:, :-1])[0].flatten(0, 1), idx[:, 1:].flatten())
+        loss = F.cross_entropy(target(idx[:, :-1])[0].mT, idx[:, 1:])
         print(f"held-out {domain}: {loss:.3f} nats per token")
 
 
 # ---- What `python METHOD.py` does around the method's own train and generate ----
 def marked(record, enc):
-    """The text of a generation with the drafted and accepted tokens marked: green on a terminal, in brackets elsewhere.
-    A character of several tokens is marked as its last one is."""
+    """The text, accepted tokens green on a terminal, in brackets elsewhere; a character is marked as its last token."""
     on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     text, at = decode(enc.decode_bytes(record.tokens[:1])), 1
@@ -556,7 +555,8 @@ def draw(record, enc):
     at = 1
     for r in record.rounds:
         (tokens, parents), new, at = r.draft, record.tokens[at:at + r.kept], at + r.kept
-        print(f"\n{len(tokens) - 1} drafted, {r.accepted} accepted, supplied: {enc.decode(new[r.accepted:])!r}")
+        print(f"\n{len(tokens) - 1} drafted, {r.accepted} accepted, "
+              f"supplied: {enc.decode(new[r.accepted:])!r}")
         paths = [()]
         for i, parent in enumerate(parents[1:], 1):
             paths.append((*paths[parent], i))
@@ -566,48 +566,46 @@ def draw(record, enc):
             print("  " * (len(path) - 1) + mark + repr(enc.decode(words[-1:])))
 
 
-def show(generate, args, target):
-    """Continues one prompt and shows who wrote what."""
-    enc, text = target.enc, args.prompt or math_texts(1, args.seed, True)[0][0]
-    prompt = enc.encode_ordinary(text.replace("\\n", "\n"))  # a shell's "\n" is two characters
-    limit = target.config.max_seq_len
+def show(measure, args, enc, limit):
+    """Continues one prompt, shorter than limit, and shows who wrote what. A shell's "\\n" stands for a newline."""
+    text = args.prompt or math_texts(1, args.seed, True)[0][0]
+    prompt = enc.encode_ordinary(text.replace("\\n", "\n"))
     if len(prompt) >= limit:
-        sys.exit(f"the prompt has {len(prompt)} tokens; this target's context takes up to {limit - 1}")
+        sys.exit(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit")
     verify.Session.keep_drafts = args.verbose
-    sampling = args.temperature or 0.0, args.top_k, args.top_p, (enc.eot_token,)
-    n, [(record, _)] = verify.measure(target, generate, [prompt], args.max_new_tokens, *sampling, seed=args.seed)
+    n, [(record, _)] = measure([prompt], args.max_new_tokens, args.temperature or 0.0)
     print(enc.decode(prompt) + marked(record, enc))
     if args.verbose:
         draw(record, enc)
     same = "" if args.temperature else f"; equal to plain decoding: {n['equal'] == 1}"
-    print(f"\n(marked: drafted and accepted; the rest is the target's) tau {n['tau']:.2f}, {n['tok_s']:.0f} tokens/s, "
-          f"plain decoding {n['ar_tok_s']:.0f} tokens/s{same}")
+    print(f"\n(marked: drafted and accepted) tau {n['tau']:.2f}, {n['tok_s']:.0f} tokens/s, "
+          f"plain decoding {n['ar_tok_s']:.0f}{same}")
 
 
-def benchmark(generate, args, target, data):
-    """Measures on held-out prompts by domain, at temperature 0 and 1 or the one given; prints a table, returns it."""
+def benchmark(measure, args, data):
+    """Measures on held-out prompts by domain, at temperature 0 and 1 or the one given; prints it and returns it."""
     enc, prompts, results = data.enc, data.prompts(args.prompts, args.seed), []
-    for temperature in [0.0, 1.0] if args.temperature is None else [args.temperature]:
-        sampling, domains = (temperature, args.top_k, args.top_p, (enc.eot_token,)), {}
-        print(f"\n{args.method} at T={temperature:g} ({args.device}, {args.dtype}, {torch.get_num_threads()} threads), "
-              f"{args.prompts} held-out prompts per domain\n          tau  plain tok/s  tok/s  speedup  right, plain's"
-              "  acceptance at draft position 1, 2, ...")
+    for T in [0.0, 1.0] if args.temperature is None else [args.temperature]:
+        print(f"\n{args.method} at T={T:g}, {args.prompts} held-out prompts per domain "
+              f"({args.device}, {args.dtype}, {torch.get_num_threads()} threads)")
+        domains = {}
         for domain, pairs in prompts.items():
-            texts = [prompt[8 - target.config.max_seq_len:] for prompt, _ in pairs]  # with room to go on
-            verify.measure(target, generate, texts[:1], 16, *sampling)  # warm up both
-            texts = tqdm(texts, f"measuring {domain}", leave=False)
-            n, records = verify.measure(target, generate, texts, args.max_new_tokens, *sampling, seed=args.seed)
-            sides = [[enc.decode(record.tokens) for record in side] for side in zip(*records)]
-            right = [sum(f"Answer: {answer}\n" in text for text, (_, answer) in zip(side, pairs)) for side in sides]
-            n["right_answers"] = right if domain == "math" else None
-            shown = f"{right[0]} of {len(pairs)}, {right[1]}" if domain == "math" else ""
-            print(f"{domain:6} {n['tau']:6.2f} {n['ar_tok_s']:12.0f} {n['tok_s']:6.0f} {n['speedup']:7.2f}x {shown:14}",
-                  *(f"{a:.2f}" for a in n["n_alpha"][:8]))
+            texts = [prompt[8 - data.seq_len:] for prompt, _ in pairs]  # with room to go on
+            measure(texts[:1], 16, T)  # warms up
+            n, records = measure(tqdm(texts, domain, leave=False), args.max_new_tokens, T)
+            print(f"{domain:6} tau {n['tau']:5.2f}, {n['tok_s']:5.0f} tokens/s, plain decoding "
+                  f"{n['ar_tok_s']:.0f}: {n['speedup']:.2f} x; accepted by position",
+                  *(f"{rate:.2f}" for rate in n["n_alpha"][:8]))
+            if domain == "math":
+                n["right_answers"] = [
+                    sum(answer in enc.decode(r.tokens) for r, (_, answer) in zip(side, pairs))
+                    for side in zip(*records)]
+                print("       right answers: {}, plain decoding {}".format(*n["right_answers"]))
             domains[domain] = n
-        if temperature == 0:
-            equal, of = (sum(n[key] for n in domains.values()) for key in ("equal", "prompts"))
-            print(f"greedy output identical: {equal} of {of} prompts")
-        results.append({"temperature": temperature, "domains": domains})
+        if T == 0:
+            equal = [f"{n['equal']} of {n['prompts']}" for n in domains.values()]
+            print("greedy output identical:", ", ".join(equal))
+        results.append({"temperature": T, "domains": domains})
     return {"method": args.method, "device": args.device, "dtype": args.dtype, "results": results}
 
 
@@ -622,26 +620,28 @@ def launch(method):
             return
     target = load_target(args.target or find("target"), args.device, getattr(torch, args.dtype))
     if "OMP_NUM_THREADS" not in os.environ and target.config.n_embd <= 256:
-        torch.set_num_threads(1)  # a pass this small is over before a second thread has started
+        torch.set_num_threads(1)  # a second one does not pay
     generate = partial(method.generate, target, load_drafter(method, args, target))
-    if args.bench or args.train:
-        data = Data(read_corpus(args.data), target.enc, min(256, target.config.max_seq_len))
-        numbers = benchmark(generate, args, target, data)
-        if args.json:
-            print(json.dumps(numbers))
-    else:
-        show(generate, args, target)
+
+    def measure(prompts, n, temperature):
+        sampling = temperature, args.top_k, args.top_p, (target.enc.eot_token,)
+        return verify.measure(target, generate, prompts, n, *sampling, seed=args.seed)
+
+    limit = target.config.max_seq_len
+    if not (args.bench or args.train):
+        return show(measure, args, target.enc, limit)
+    numbers = benchmark(measure, args, Data(read_corpus(args.data), target.enc, min(256, limit)))
+    if args.json:
+        print(json.dumps(numbers))
 
 
 def main():
     args = parse(Args, __doc__, "target")
     args.ckpt = args.ckpt or "out/target.pt"
-    if args.prompt or args.bench:
-        sys.exit("train.py trains a target: --prompt and --bench are for a method's file, such as dflash.py")
     if args.init:
         init_target(args)
     elif Path(args.ckpt).exists() and not args.train:
-        sys.exit(f"{args.ckpt} is there already: --resume goes on, --train starts over")
+        sys.exit(f"{args.ckpt} exists: --resume it, or --train over it")
     else:
         train(args)
 

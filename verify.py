@@ -41,8 +41,8 @@ def sample(weights):
 def probs(logits, temperature=1.0, top_k=None, top_p=None):
     """logits (..., V) -> the distribution that is sampled from: softmax at a temperature > 0, cut to the top_k tokens
     (and those that tie with the last of them), then to the smallest set of mass top_p, never empty."""
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)  # the largest is 0: nothing overflows
+    logits = logits.float() if logits.element_size() == 2 else logits
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)  # nothing overflows
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
     p = logits.softmax(-1)
@@ -104,7 +104,7 @@ class Tree:
 
     def __post_init__(self):
         t, N = self.topology, len(self.tokens)
-        assert len(t.parent) == N, f"{N} tokens, the anchor among them, for a topology of {len(t.parent)} nodes"
+        assert len(t.parent) == N, f"{N} tokens, anchor included, for {len(t.parent)} nodes"
         assert self.q is None or (t.max_drawn and len(self.q) == N), "q (N, V) goes with drawn nodes"
 
 
@@ -122,7 +122,7 @@ def siblings(logits, k, n_drawn=0, probs=None):
     tokens = [sample(q)[:, None]]
     for _ in range(n_drawn - 1):
         left = left.scatter(1, tokens[-1], 0)
-        left = normalize(left, torch.ones_like(left))  # where nothing is left, any token will do
+        left = normalize(left, torch.ones_like(left))  # nothing left: any token
         tokens.append(sample(left)[:, None])
     rest = logits.scatter(1, torch.cat(tokens, 1), -math.inf).topk(k - n_drawn).indices
     return torch.cat([*tokens, rest], 1), q
@@ -158,7 +158,7 @@ def verify_block(p, tree):
     """
     q, x = tree.q[:-1], tree.tokens[1:, None]
     walk = (p[:-1].gather(1, x) / q.gather(1, x))[:, 0].log().cumsum(0)
-    weight = (walk - walk.cummax(0).values.clamp_min(0)).exp()  # p_i: log p_i is a walk that stays at 0 when it rises
+    weight = (walk - walk.cummax(0).values.clamp_min(0)).exp()  # p_i: its log is a walk reflected at 0
     surplus = (weight[:-1, None] * p[1:-1] - q[1:]).clamp_min(0).sum(-1)  # S_i, 0 < i < γ
     one = torch.ones_like(weight[:1])
     above, below = torch.cat([surplus, weight[-1:]]), torch.cat([surplus + (1 - weight[:-1]), one])
@@ -181,9 +181,9 @@ def verify_tree(p, tree):
     Nodes decide independently, so all decide at once, and the decisions are followed from the root.
     """
     t, r, q = tree.topology, p, tree.q
-    next_node = t.node  # the child to go on to; a node itself where the walk ends
+    next_node = t.node  # the child to go on to; itself: the end
     if q is not None:
-        for child in t.children:  # (N,): one drawn child of every node that has that many
+        for child in t.children:  # (N,): one of every node's drawn children
             x = tree.tokens[child][:, None]
             trying = (child > 0) & (next_node == t.node)
             accepted = trying & accepts(r.gather(1, x), q.gather(1, x))[:, 0]
@@ -247,23 +247,23 @@ class Session:
     around a method's two functions. taps: the hidden states that the drafter wants; nodes: the most rows that its trees
     or its own passes put behind the committed ones. A round touches the host once, to read `new_tokens`: the tokens
     committed, then -1. capture: rounds become CUDA graphs; drafts made on the host unset it."""
-    chain_rule = staticmethod(verify_block)  # for drawn chains; verify_chain is the classical rule
-    keep_drafts = False                      # for showing them: costs a synchronisation
-    least_chance = 0.1                       # of a token that is worth drafting, on a CPU
+    chain_rule = staticmethod(verify_block)  # verify_chain is the classical rule
+    keep_drafts = False  # costs a synchronisation
+    least_chance = 0.1  # of a token worth drafting, on a CPU
 
     def __init__(self, target, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, stop=(), taps=(),
                  nodes=1):
         limit = target.config.max_seq_len
-        assert 0 < len(prompt) <= limit, f"a prompt has 1 to {limit} tokens, this one {len(prompt)}"
+        assert 0 < len(prompt) <= limit, f"{len(prompt)} tokens; a prompt has 1 to {limit}"
         self.temperature, self.stop = temperature, frozenset(stop)
-        self.probs = functools.partial(probs, temperature=temperature, top_k=top_k, top_p=top_p)  # defines p
+        self.probs = functools.partial(probs, temperature=temperature, top_k=top_k, top_p=top_p)
         self.token_budget, self.record = min(max_new_tokens, limit - len(prompt)), Record()
         self.device = target.wte.weight.device
         self.capture = self.device.type == "cuda"
         self.cache = target.new_cache(nodes)
         idx = torch.tensor([prompt], device=self.device)
         logits, h = target(idx, self.cache, taps=taps)
-        self.anchor = self.new_tokens = self.choose(logits[0, -1:])  # (1,), written in place from here on
+        self.anchor = self.new_tokens = self.choose(logits[0, -1:])  # (1,), rewritten in place
         n = torch.tensor(len(prompt), device=self.device)
         self.committed = Committed(torch.cat([idx[0], self.anchor]), [x[0] for x in h], torch.zeros_like(n), n)
         self.cache.pos += n
@@ -286,7 +286,7 @@ class Session:
             rule = self.chain_rule if tree.topology.is_chain and tree.q is not None else verify_tree
             path, n, bonus = rule(self.probs(logits), tree)
         tokens = torch.cat([tree.tokens.index_select(0, path), bonus[None]])
-        tokens = tokens.scatter(0, n[None], bonus[None])  # anchor, accepted tokens, bonus, padding
+        tokens = tokens.scatter(0, n[None], bonus[None])  # anchor, accepted, bonus, padding
         start = self.cache.pos.clone()
         if tree.topology.is_chain:
             self.cache.pos += n  # a chain's rows stand where they belong
@@ -321,7 +321,7 @@ class Session:
             if draft:
                 tree = draft() or tree
             verify(tree)
-            accepted, kept = self.record_tokens(self.new_tokens.tolist())  # the one synchronisation of a round
+            accepted, kept = self.record_tokens(self.new_tokens.tolist())  # the one synchronisation
             depth, nodes = (tree.topology.max_depth, len(tree.tokens)) if tree else (0, 1)
             drafted = (tree.tokens.tolist(), tree.topology.parent.tolist()) if tree and self.keep_drafts else None
             record.rounds.append(Round(depth, nodes, accepted, kept, drafted))
@@ -399,7 +399,7 @@ def measure(target, generate, prompts, max_new_tokens, *sampling, seed=0):
 def main(n=4000, k=3):
     torch.manual_seed(0)
     z = 1.5 * torch.randn(6, dtype=torch.float64)
-    p, logits = z.softmax(-1).expand(k + 1, -1), z + torch.randn(6, dtype=torch.float64)  # of a draft that resembles p
+    p, logits = z.softmax(-1).expand(k + 1, -1), z + torch.randn(6, dtype=torch.float64)  # resembles p
     node = torch.arange(k + 1)  # the root and its children
     print(f"One node, V = 6, k = {k} children, {n} drafts each: noise of TV about 0.012\n\n"
           f"{'how the children are drafted':36}{'accepted':>9}{'TV from p':>12}")

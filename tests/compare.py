@@ -79,7 +79,7 @@ def measure(generate, target, enc, pairs, n_new, T):
     numbers["repeated"] = 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
     truth = [answer for _, answer in pairs]
     texts = [[enc.decode(r.tokens) for r in side] for side in zip(*records)]
-    right = [sum(f"Answer: {answer}\n" in text for text, answer in zip(side, truth)) for side in texts]
+    right = [sum(str(answer) in text for text, answer in zip(side, truth)) for side in texts]
     numbers["right"] = right if truth[0] else None
     return numbers
 

@@ -147,7 +147,7 @@ def test_rotary_positions_are_rotations():
 
 
 # ---- GPT-2 ----
-def published(V=13, context=10, d=24, n_layer=2):
+def published(V=13, context=10, d=128, n_layer=2):
     """Random weights with GPT-2's published names and shapes: Conv1D, that is (in, out)."""
     g = torch.Generator().manual_seed(0)
     shapes = {"wte.weight": (V, d), "wpe.weight": (context, d)}
@@ -183,18 +183,18 @@ def test_gpt2_weights(prefix):
     """Weights under the published names, masks among them, give GPT-2's logits."""
     w, text = published(), tokens(10, 13)
     masks = {"h.0.attn.bias": torch.ones(1, 1, 10, 10), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    target = load_gpt2({prefix + name: tensor for name, tensor in {**w, **masks}.items()}, 3)
+    target = load_gpt2({prefix + name: tensor for name, tensor in {**w, **masks}.items()})
     assert (target.config.n_layer, target.config.max_seq_len, target.config.vocab_size) == (2, 10, 13)
-    close(target.double()(text[None])[0][0], by_hand(w, text, 3), atol=1e-5)  # loaded in fp32
+    close(target.double()(text[None])[0][0], by_hand(w, text, 2), atol=1e-4)  # loaded in fp32
 
 
 def test_gpt2_weights_in_transformers():
     """The same weights in Hugging Face's GPT2LMHeadModel give the same logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.GPT2Config(13, 10, 24, 2, 3, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = transformers.GPT2Config(13, 10, 128, 2, 2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     w = {"transformer." + k: v for k, v in published().items()}
     missing, unexpected = theirs.load_state_dict(w, strict=False)
     assert not unexpected and all(k == "lm_head.weight" or k.endswith((".attn.bias", "masked_bias")) for k in missing)
     theirs.tie_weights()
-    close(load_gpt2(w, 3)(tokens(10, 13)[None])[0], theirs(tokens(10, 13)[None]).logits, atol=1e-4)
+    close(load_gpt2(w)(tokens(10, 13)[None])[0], theirs(tokens(10, 13)[None]).logits, atol=1e-4)

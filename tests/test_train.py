@@ -61,10 +61,10 @@ def solve(question):
     return total
 
 
-@pytest.mark.parametrize("kind", train.PROBLEMS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", "story addition multiplication equation percentage sequence".split())
 def test_problems_have_the_right_answer_and_true_steps(kind):
     """The answer is what the question's words give, every equality holds, and the last step has the answer."""
-    r, side = random.Random(5), r"-?\d+(?: [-+*/] -?\d+)*"
+    kind, r, side = getattr(train, kind), random.Random(5), r"-?\d+(?: [-+*/] -?\d+)*"
     for _ in range(300):
         question, steps, answer = kind(r)
         assert answer == solve(question)
@@ -87,19 +87,19 @@ def test_no_held_out_problem_is_trained_on():
     kinds = Counter("a name" if q.split()[1] in train.NAMES else q.split()[1] for q, _, _ in trained)
     assert len(kinds) == 6 and all(abs(n - 2000) < 4.4 * (12000 * 5 / 36) ** 0.5 for n in kinds.values())
     for question, solution, answer in trained[:100]:
-        assert question.endswith("\nSolution:") and solution.endswith(f"\nAnswer: {answer}\n")
+        assert question.endswith("\nSolution:") and solution.endswith("\n" + answer)
     data = train.Data({"math": {"train": ["text " * 9], "held": ["text " * 9]}}, BYTES, 32)
     for prompt, answer in data.prompts(20, seed=3)["math"]:
         question = BYTES.decode(prompt)
-        assert str(solve(question[9:-10])) == answer and train.held_out(question[9:-10])
+        assert f"Answer: {solve(question[9:-10])}\n" == answer and train.held_out(question[9:-10])
 
 
 # ---- The corpus ----
 def test_a_source_is_held_out_with_its_docstrings(tmp_path, monkeypatch):
     """Code and prose are split by file, nothing is on both sides, tests and other people's packages are not read. A
     library without sources, as an embedded Python has, is refused in one line."""
-    monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(SystemExit, match=r"^code, train: 0 tokens; give more text"):
+    monkeypatch.setattr(train.ast, "__file__", str(tmp_path / "ast.py"))
+    with pytest.raises(SystemExit, match=r"^code, train: 0 tokens; give more --data"):
         train.Data(train.read_corpus(), BYTES, 64)
     for file in [*STDLIB.glob("[b-d]*.py"), *STDLIB.glob("json/*.py"), *STDLIB.glob("email/*.py")]:
         copy = tmp_path / file.relative_to(STDLIB)
@@ -140,8 +140,6 @@ def test_any_text_survives_its_tokens():
     """Every byte has a token, digits stand alone, END is the last id and never comes from text."""
     corpus = {"text": {"train": [problems(100), "1000 2000 1000 2000\n" * 50]}}
     enc = train.encoding(train.train_tokenizer(corpus, 400))
-    with pytest.raises(SystemExit, match="repeats itself too much for --vocab_size 400"):
-        train.train_tokenizer({"text": {"train": ["a short text\n" * 500]}}, 400)
     assert enc.n_vocab == 400 and enc.eot_token == 399
     r = random.Random(1)
     points = [*range(0xD800), *range(0xE000, 0x110000)]
@@ -275,16 +273,15 @@ def test_shipped_weights_are_read_where_out_has_none(tmp_path, monkeypatch):
     half = train.load_target(shipped, "cpu")
     assert all(w.half().float().equal(half.state_dict()[name]) for name, w in whole["model"].items())
     train.save(own, {**checkpoint(), "config": {"n_layer": 2}})
-    with pytest.raises(SystemExit, match="another version"):
+    with pytest.raises(SystemExit, match="other settings"):
         train.load_target(train.find("target"), "cpu")
 
 
 # ---- GPT-2 weights ----
 @pytest.fixture
 def gpt2(folder, monkeypatch):
-    """Weights as published, 2 layers of width 24, with 3 heads as config.json says; a tokenizer of their size."""
+    """Weights as published, 2 layers of width 128, which is 2 heads; a tokenizer of their size."""
     torch.save(published(), "tiny.bin")
-    Path("config.json").write_text('{"n_head": 3}', encoding="utf-8")
     letters = tiktoken.Encoding(
         "letters", pat_str="a+|.", mergeable_ranks={b"abcdefghijkl"[i:i + 1]: i for i in range(12)},
         special_tokens={train.END: 12})
@@ -292,11 +289,11 @@ def gpt2(folder, monkeypatch):
 
 
 def test_init_takes_published_weights(gpt2):
-    """A target of the file's shape, with config.json's heads, which gives the logits that model.load_gpt2 does."""
+    """A target of the file's shape, which gives the logits that model.load_gpt2 does."""
     assert run(train, "--device", "cpu", "--init", "tiny.bin")[0] == 0
     target, idx = train.load_target("out/target.pt", "cpu"), torch.arange(10)[None]
-    assert target.config == model.GPTConfig(10, 13, 2, 3, 24, bias=True, gelu=True)
-    assert target(idx)[0].equal(model.load_gpt2(published(), 3)(idx)[0])
+    assert target.config == model.GPTConfig(10, 13, 2, 2, 128, bias=True, gelu=True)
+    torch.testing.assert_close(target(idx)[0], model.load_gpt2(published())(idx)[0])
     assert target.enc._pat_str == "a+|." and target.enc.encode("decaf") == [3, 4, 2, 0, 5]
 
 
@@ -304,17 +301,16 @@ OFFLINE = mock.Mock(side_effect=OSError("no route to host"))
 
 
 @pytest.mark.parametrize("which, damage", [
-    ("tiny.bin", lambda patch: Path("config.json").unlink()),
     ("tiny.bin", lambda patch: Path("tiny.bin").write_bytes(Path("tiny.bin").read_bytes()[:-1000])),
     ("tiny.bin", lambda patch: torch.save(dict(list(published().items())[:-1]), "tiny.bin")),
     ("tiny.bin", lambda patch: torch.save(published(14), "tiny.bin")),
     ("gpt2", lambda patch: patch.setattr(torch.hub, "load_state_dict_from_url", OFFLINE)),
     ("tiny.bin", lambda patch: patch.setattr(train.tiktoken, "get_encoding", OFFLINE)),
-], ids=["no config", "cut short", "a tensor less", "other vocabulary", "no network", "no tokenizer"])
+], ids=["cut short", "a tensor less", "other vocabulary", "no network", "no tokenizer"])
 def test_init_refuses_what_is_not_gpt2(gpt2, monkeypatch, which, damage):
     """In one line, and nothing is written."""
     damage(monkeypatch)
-    assert refused(train, "--device", "cpu", "--init", which).startswith(f"--init {which}: no GPT-2 weights")
+    assert refused(train, "--device", "cpu", "--init", which).startswith(f"--init {which}: GPT-2 weights neither")
     assert not Path("out").exists()
 
 
@@ -346,7 +342,7 @@ def test_interrupting_saves_and_resuming_goes_on(folder):
     _, err = process.communicate(timeout=60)
     step = train.load("out/target.pt", "target")["step"]
     assert process.returncode == 1 and "Traceback" not in err and 10 <= step < 100000
-    assert err.splitlines()[-1] == f"interrupted after step {step}; out/target.pt has it: --resume goes on"
+    assert err.splitlines()[-1] == f"interrupted after step {step}; --resume goes on"
     assert run(train, "--resume", "--steps", step + 2)[0] == 0
     assert train.load("out/target.pt", "target")["step"] == step + 2
 
