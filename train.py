@@ -169,7 +169,7 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s*[\r
 
 def train_tokenizer(corpus, vocab_size):
     """A tokenizer as it stands in a checkpoint, of a sample of every domain; the last id is END."""
-    print("training the tokenizer (a minute)")
+    print("training a tokenizer (a minute)")
     shuffled = (random.Random(0).sample(c["train"], len(c["train"])) for c in corpus.values())
     sample = "".join("".join(texts)[:100_000] for texts in shuffled)
     ranks = bpe_train(sample, vocab_size - 1, PATTERN, visualise=None)
@@ -311,7 +311,7 @@ class CommonArgs:
     max_new_tokens: int = arg(128, "per prompt", number(int, 0))
     temperature: float = arg(None, "0 is greedy", number(float, 0))
     top_k: int = arg(None, "sample from the k likeliest tokens", number(int, 1))
-    top_p: float = arg(None, "... the likeliest of this mass", number(float, 1e-300, 1))
+    top_p: float = arg(None, "... those of this mass", number(float, 1e-300, 1))
     prompts: int = arg(10, "held-out prompts per domain")
 
 
@@ -332,13 +332,13 @@ def parse(Args, doc, name, argv=None):
     """The command line. A checkpoint that is read, of this name, brings its settings as defaults."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")
-    torch.set_flush_denormal(True)  # tails of a softmax: 50 times slower
+    torch.set_flush_denormal(True)  # softmax tails: 50 times slower
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields(Args):
         parser.add_argument("--" + f.name, default=f.default, **f.metadata)
     args = parser.parse_args(argv)
     path = args.ckpt or find(name)
-    if Path(path).is_file() and (args.resume or not args.train):
+    if Path(path).is_file() and (args.resume or not (args.train or name == "target")):
         common = {f.name for f in fields(CommonArgs)}
         if args.resume:
             common -= {"data", "seed"}
@@ -590,7 +590,7 @@ def benchmark(measure, args, data):
               f"({args.device}, {args.dtype}, {torch.get_num_threads()} threads)")
         domains = {}
         for domain, pairs in prompts.items():
-            texts = [prompt[8 - data.seq_len:] for prompt, _ in pairs]  # with room to go on
+            texts = [prompt[8 - data.seq_len:] for prompt, _ in pairs]  # leaves room
             measure(texts[:1], 16, T)  # warms up
             n, records = measure(tqdm(texts, domain, leave=False), args.max_new_tokens, T)
             print(f"{domain:6} tau {n['tau']:5.2f}, {n['tok_s']:5.0f} tokens/s, plain decoding "

@@ -262,7 +262,8 @@ def test_files_that_are_no_checkpoint_are_refused_in_one_line(tmp_path):
 
 
 def test_shipped_weights_are_read_where_out_has_none(tmp_path, monkeypatch):
-    """out/ in the working folder goes before weights/ beside train.py, which are in half precision."""
+    """out/ in the working folder goes before weights/ beside train.py, which are in half precision. What a shipped
+    target was trained with is no default for another one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "__file__", str(tmp_path / "clone" / "train.py"))
     own, shipped = Path("out/target.pt"), tmp_path / "clone" / "weights" / "target.pt"
@@ -270,6 +271,7 @@ def test_shipped_weights_are_read_where_out_has_none(tmp_path, monkeypatch):
     whole = checkpoint()
     train.save(shipped, whole | {"model": {name: w.half() for name, w in whole["model"].items()}})
     assert train.find("target") == shipped
+    assert train.parse(train.Args, "", "target", []).steps == train.Args().steps
     half = train.load_target(shipped, "cpu")
     assert all(w.half().float().equal(half.state_dict()[name]) for name, w in whole["model"].items())
     train.save(own, {**checkpoint(), "config": {"n_layer": 2}})
