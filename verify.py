@@ -33,7 +33,7 @@ def accepts(p, q):
 
 def sample(weights):
     """Draws from weights (..., V), not necessarily normalized -> (...). A token of weight 0 is never drawn."""
-    cdf = weights.double().cumsum(-1)
+    cdf = weights.cumsum(-1, dtype=torch.float64)
     u = torch.rand(cdf[..., -1:].shape, dtype=torch.float64, device=cdf.device)
     return torch.searchsorted(cdf, u * cdf[..., -1:], right=True)[..., 0]
 
