@@ -40,15 +40,15 @@ from verify import Session, Topology, Tree, acceptance, chain, sample
 class Args(CommonArgs):
     steps: int = arg(1000, "optimizer steps")
     batch_size: int = arg(8, "sequences per step")
-    seq_len: int = arg(256, "tokens per sequence")
+    seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 6e-4.
     lr: float = arg(0.02, "learning rate of Muon", number(float, 1e-9))
-    block_size: int = arg(16, "B: anchor and masks", number(int, 2))
+    block_size: int = arg(16, "B: anchor and masks", number(int, 2, 32))
     # Departure: published 5, for targets with 36 layers and more.
     n_draft_layer: int = arg(3, "draft layers")
     n_taps: int = arg(5, "target layers whose features are fused")
     n_anchors: int = arg(32, "blocks per training sequence")
-    tree: int = arg(0, "nodes of a best-first tree, at least 2; 0: a chain", number(int, 0))
+    tree: int = arg(0, "rows of a best-first tree, at least 2; 0: a chain", number(int, 0))
 
 
 def heads(x, n, n_head):
@@ -107,7 +107,6 @@ class Drafter(nn.Module):
 
     def __init__(self, config, args):
         super().__init__()
-        assert args.block_size < args.seq_len, "--seq_len has to exceed --block_size"
         self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
         n = min(args.n_taps, L)  # distinct ones, evenly spread
         self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)]

@@ -48,7 +48,7 @@ TREE = ((0, 0, 0), (0, 0, 1), (0, 0), (0,), (0,))
 class Args(CommonArgs):
     steps: int = arg(4000, "optimizer steps")
     batch_size: int = arg(4, "sequences per step")
-    seq_len: int = arg(256, "tokens per sequence")
+    seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 3e-5.
     lr: float = arg(0.02, "learning rate of Muon", number(float, 1e-9))
     noise: float = arg(0.1, "uniform noise on the features", number(float, 0))

@@ -44,7 +44,7 @@ from verify import Session, Topology, Tree, acceptance, siblings
 class Args(CommonArgs):
     steps: int = arg(2000, "optimizer steps")
     batch_size: int = arg(4, "sequences per step")
-    seq_len: int = arg(256, "tokens per sequence")
+    seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 5e-5.
     lr: float = arg(0.02, "learning rate of Muon", number(float, 1e-9))
     # Departure: published 7.
@@ -53,7 +53,7 @@ class Args(CommonArgs):
     width: int = arg(4, "k: children of an expanded node")
     beam: int = arg(2, "m: nodes expanded per level, at most k")
     depth: int = arg(7, "levels expanded below the first")
-    n_nodes: int = arg(10, "N: nodes of the tree, at least what is drawn", number(int, 2))
+    n_nodes: int = arg(10, "N: rows, the anchor included; at least the drawn", number(int, 2))
     # Departure: EAGLE-1 draws all children, EAGLE-2 none.
     drawn: int = arg(1, "drawn children of a node at T > 0", number(int, 0, 1))
 
@@ -207,7 +207,7 @@ class Drafter(nn.Module):
             parent = node.repeat_interleave(self.width)
             levels.append((children.flatten(), parent, values.index_fill(1, self.first, math.inf).flatten()))
             values = values[:, :n_expandable].flatten()
-            m = min(self.beam, self.session.worth(values.exp() / 2))  # Departure: published always m. Two rows' time.
+            m = min(self.beam, self.session.worth(values.exp() / 2))  # Departure: published m. A level costs two rows.
             if depth > self.args.depth or not m:
                 break
             v, best = values.topk(m)
@@ -219,7 +219,7 @@ class Drafter(nn.Module):
         return [torch.cat(x) for x in (*zip(*levels), *zip(*expanded))]
 
     def confidence(self, logits, q, children):
-        """log c of the children (m, k): how often each is accepted; beside a drawn one, where that is not."""
+        """log c of the children (m, k): how often each is accepted; a chosen one, if the drawn one was not."""
         if not self.drawn:
             return logits.float().log_softmax(-1).gather(1, children)
         c = acceptance(q)[:, None]

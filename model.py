@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass
 class GPTConfig:
-    max_seq_len: int = 256  # the context: learned positions 0..255
+    max_seq_len: int = 256  # the context: positions 0..255
     vocab_size: int = 512
     n_layer: int = 24       # deep and narrow: a draft layer has to be cheap beside the target
     n_head: int = 2

@@ -319,7 +319,7 @@ class CommonArgs:
 class Args(CommonArgs):
     steps: int = arg(2000, "optimizer steps")
     batch_size: int = arg(8, "sequences per step")
-    seq_len: int = arg(256, "tokens per sequence, and the context")
+    seq_len: int = arg(256, "tokens per sequence, and the context", number(int, 64))
     lr: float = arg(0.03, "learning rate of Muon", number(float, 1e-9))
     n_layer: int = arg(24, "blocks")
     n_head: int = arg(2, "attention heads")
@@ -512,12 +512,12 @@ def get_target(args):
 
 def train(args):
     """Trains the target on all domains; cross-entropy of the next token."""
+    if args.n_embd % (16 * args.n_head):
+        sys.exit("--n_embd has to be a multiple of 16 times --n_head")
     corpus = read_corpus(args.data)
-    if args.resume:
-        tokenizer = load(args.ckpt, "target")["tokenizer"]
-    else:
-        tokenizer = train_tokenizer(corpus, args.vocab_size)
-    data = Data(corpus, encoding(tokenizer), args.seq_len)
+    new = not args.resume
+    tokenizer = train_tokenizer(corpus, args.vocab_size) if new else load(args.ckpt, "target")["tokenizer"]
+    data = Data(corpus, encoding(tokenizer), args.seq_len + 1)
     torch.manual_seed(args.seed)
     config = model.GPTConfig(args.seq_len, data.enc.n_vocab, args.n_layer, args.n_head, args.n_embd)
     target = model.GPT(config).to(args.device)
@@ -638,10 +638,10 @@ def launch(method):
 def main():
     args = parse(Args, __doc__, "target")
     args.ckpt = args.ckpt or "out/target.pt"
-    if args.init:
-        init_target(args)
-    elif Path(args.ckpt).exists() and not args.train:
+    if Path(args.ckpt).exists() and not args.train:
         sys.exit(f"{args.ckpt} exists: --resume it, or --train over it")
+    elif args.init:
+        init_target(args)
     else:
         train(args)
 

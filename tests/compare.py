@@ -1,6 +1,6 @@
-"""Methods beside plain decoding, on held-out prompts; prints the tables and writes them to tests/RESULTS.md.
+"""Methods beside plain decoding, on held-out prompts; prints tables.
 
-    python tests/compare.py                           the five methods and prompt lookup
+    python tests/compare.py                           the five methods and prompt lookup; writes tests/RESULTS.md
     python tests/compare.py dflash ../my/idea.py      these: names of files in the root, or paths
     python tests/compare.py --figure                  measures nothing, draws .github/rounds.svg
 
@@ -182,7 +182,7 @@ def markdown(found):
         "τ: tokens per target pass. Speedup: over plain decoding, measured in turns; quartiles over prompts.",
         "Nodes: rows of a pass. Right: answers to problems, in brackets plain decoding's. Equal: texts, to its.\n",
         table(["", "T", *columns, "right", "equal"], speeds),
-        "Stages of a round, medians in ms; t_AR: a token of plain decoding. Last: the τ from which drafting pays.\n",
+        "Stages of a round, medians in ms; t_AR: a token of plain decoding. Last: about the τ from which it pays.\n",
         table(["", "T", "t_AR", "t_draft", "t_verify", "(t_draft + t_verify) / t_AR"], stages),
         "n-α: how often draft position n = 1, 2, ... is accepted where all before it are.\n",
         table(["", "T", *domains], alphas),
@@ -293,7 +293,7 @@ def main():
     print(text)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if not options.no_write:
+    if not (options.no_write or options.methods):
         (ROOT / "tests" / "RESULTS.md").write_text(text, encoding="utf-8")
 
 

@@ -162,12 +162,13 @@ REFUSED = [(["--prompt", "Add", "--ckpt", "none.pt"], "none.pt: no checkpoint"),
            ([*DRAFT, "--seq_len", 999], "--seq_len 999 exceeds the target's context"),
            (["--prompt", "Add 1 and 2. " * 60], "at most 63 fit")]
 VALUES = ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "top_k=0", "batch_size=0", "lr=0", "dtype=int8",
-          "device=abacus", "device=cuda:99", "no_such_flag=3"]
+          "device=abacus", "device=cuda:99", "no_such_flag=3", "seq_len=63", "block_size=1", "block_size=33"]
 DATA = [(name, f"--data {name}: no such file, or fewer than") for name in ("nowhere", "empty.txt", "notes.txt")]
 REFUSED = [("dflash", *case) for case in REFUSED + [([f"--{value}"], f"--{value.split('=')[0]}") for value in VALUES]]
 REFUSED += [("train", [*SMALL, *SHAPE, "--ckpt", "new.pt", "--data", data], line) for data, line in DATA]
 REFUSED += [("train", [*SMALL, *SHAPE, "--train", "--ckpt", "notes.txt"], "notes.txt: no checkpoint"),
-            ("train", SMALL, "out/target.pt exists")]
+            ("train", [*SMALL, *SHAPE, "--n_head", 3, "--ckpt", "new.pt"], "multiple of 16 times --n_head"),
+            ("train", SMALL, "out/target.pt exists"), ("train", ["--init", "gpt2"], "out/target.pt exists")]
 
 
 @pytest.mark.parametrize("name, argv, line", REFUSED)

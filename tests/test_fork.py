@@ -32,8 +32,9 @@ def test_a_new_file_is_trained_and_measured(fork):
     """One that is trained, and one that has nothing to train."""
     assert "identical: 1 of 1" in python(fork, "idea.py", "--train", *SMALL, *REPORT, "--steps", 20)
     assert "identical: 1 of 1" in python(fork, "copies.py", "--bench", "--dtype", "float64", *REPORT)
-    out = python(fork, ROOT / "tests" / "compare.py", "idea.py", "copies.py", "--no-write", *REPORT)
-    assert "| idea |" in out and "| copies |" in out
+    results = (ROOT / "tests" / "RESULTS.md").read_bytes()
+    out = python(fork, ROOT / "tests" / "compare.py", "idea.py", "copies.py", *REPORT)
+    assert "| idea |" in out and "| copies |" in out and results == (ROOT / "tests" / "RESULTS.md").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["idea", "copies", "cheat"])
