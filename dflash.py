@@ -108,7 +108,8 @@ class Drafter(nn.Module):
     def __init__(self, config, args):
         super().__init__()
         self.args, self.config, d, L = args, config, config.n_embd, config.n_layer
-        n = min(args.n_taps, L)  # distinct ones, evenly spread
+        # Departure: published h[2] .. h[L-2]. Distinct ones for every L.
+        n = min(args.n_taps, L)
         self.taps = [1 + round(i * (L - 1) / max(1, n - 1)) for i in range(n)]
         self.nodes = max(args.tree, args.block_size)
         self.fuse = nn.Linear(n * d, d, bias=False)  # W_c
