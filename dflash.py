@@ -38,7 +38,7 @@ from verify import Session, Topology, Tree, acceptance, chain, sample
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = arg(1000, "optimizer steps")
+    steps: int = arg(650, "optimizer steps")
     batch_size: int = arg(8, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 6e-4.

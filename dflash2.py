@@ -40,7 +40,7 @@ from verify import Session, Tree, acceptance, chain, normalize, sample
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = arg(1000, "optimizer steps")
+    steps: int = arg(500, "optimizer steps")
     batch_size: int = arg(8, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 6e-4.

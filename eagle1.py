@@ -46,7 +46,7 @@ TREE = ((0, 0, 0), (0, 0, 1), (0, 0), (0,), (0,))
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = arg(4000, "optimizer steps")
+    steps: int = arg(2500, "optimizer steps")
     batch_size: int = arg(4, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 3e-5.

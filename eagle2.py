@@ -41,7 +41,7 @@ from verify import Session, Topology, Tree, acceptance, siblings
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = arg(4000, "optimizer steps")
+    steps: int = arg(2500, "optimizer steps")
     batch_size: int = arg(4, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 3e-5.

@@ -42,7 +42,7 @@ from verify import Session, Topology, Tree, acceptance, siblings
 
 @dataclass
 class Args(CommonArgs):
-    steps: int = arg(2000, "optimizer steps")
+    steps: int = arg(1200, "optimizer steps")
     batch_size: int = arg(4, "sequences per step")
     seq_len: int = arg(256, "tokens per sequence", number(int, 64))
     # Departure: published AdamW, 5e-5.
