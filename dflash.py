@@ -48,6 +48,8 @@ class Args(CommonArgs):
     n_draft_layer: int = arg(3, "draft layers")
     n_taps: int = arg(5, "target layers whose features are fused")
     n_anchors: int = arg(32, "blocks per training sequence")
+    # Departure: published 1. Shorter blocks leave room for more anchors; most drafts end in slot 1 or 2.
+    n_lengths: int = arg(3, "lengths of training blocks: B, B/4, B/16 ...")
     tree: int = arg(0, "rows of a best-first tree, at least 2; 0: a chain", number(int, 0))
 
 
@@ -125,19 +127,19 @@ class Drafter(nn.Module):
         return self.fuse_norm(self.fuse(torch.cat(h, -1)).to(self.mask.dtype))
 
     def angles(self, positions):
-        c = self.config
-        return rope_angles(positions, c.n_embd // c.n_head, self.mask.dtype)
+        return rope_angles(positions, self.config.n_embd // self.config.n_head, self.mask.dtype)
 
-    def block(self, target, anchors):
+    def block(self, target, anchors, B):
         """Block inputs [anchor, MASK, ...]: anchors (...,) -> (..., B, d)."""
-        masks = self.mask.expand(*anchors.shape, self.args.block_size - 1, -1)
+        masks = self.mask.expand(*anchors.shape, B - 1, -1)
         return torch.cat([target.wte(anchors)[..., None, :].to(masks.dtype), masks], -2)
 
     def forward(self, target, idx):
         """The training loss. Random anchors in every sequence idx (b, T), all blocks in one pass: a block sees the
         context strictly before its anchor and itself, nothing of other blocks. Slot k at anchor a says token a+k."""
-        (b, T), B, device = idx.shape, self.args.block_size, idx.device
-        A = min(self.args.n_anchors, T - B)
+        (b, T), device = idx.shape, idx.device
+        B = max(2, self.args.block_size // 4 ** int(torch.randint(self.args.n_lengths, ())))
+        A = min(self.args.n_anchors * self.args.block_size // B, T - B)
         with torch.no_grad():
             logits, h = target(idx, taps=self.taps)
         anchor = 1 + torch.rand(b, T - B, device=device).argsort(1)[:, :A]  # (b, A), in 1 .. T-B
@@ -145,7 +147,7 @@ class Drafter(nn.Module):
         position = torch.arange(T, device=device)
         hidden = position >= anchor.repeat_interleave(B, 1)[:, None, :, None]  # (b, 1, A*B, T)
         mask = torch.zeros_like(hidden, dtype=torch.float).masked_fill(hidden, -math.inf)
-        x, H = self.block(target, idx.gather(1, anchor)).flatten(1, 2), self.context(h)
+        x, H = self.block(target, idx.gather(1, anchor), B).flatten(1, 2), self.context(h)
         angles = self.angles(slots.flatten(1)[:, None])
         for layer in self.layers:
             context = layer.inject(H, self.angles(position))
@@ -153,8 +155,7 @@ class Drafter(nn.Module):
         x = self.norm(x).unflatten(1, (A, B))[:, :, 1:]  # slot 0 is the anchor itself
         log_q = target.head(x).float().log_softmax(-1)  # (b, A, B-1, V)
         # Departure: published are hard labels on text of the target. Here p, after position a+k-1, is the label.
-        row = torch.arange(b, device=device)[:, None, None]
-        p = logits.float().softmax(-1)[row, slots[:, :, :-1]]
+        p = logits.float().softmax(-1)[torch.arange(b, device=device)[:, None, None], slots[:, :, :-1]]
         loss = -(p * log_q).sum(-1)
         # w_k = exp(-(k-1)/γ_w): an early rejection voids all that follows. γ_w of the paper.
         gamma_w = {16: 7.0, 10: 5.0, 8: 4.0}.get(B, B / 2)
@@ -187,9 +188,8 @@ class Drafter(nn.Module):
         """One pass over [anchor, MASK, ...], anchor (1,); its keys and values, beyond cache.pos, are overwritten by the
         next context. probs: logits -> the distribution to draw from, or None."""
         slots = self.cache.pos + self.cache.index[:self.args.block_size]
-        angles = self.table.index_select(1, slots)
-        mask = self.cache.mask(self.block_mask)
-        x = self.block(target, anchor)
+        angles, mask = self.table.index_select(1, slots), self.cache.mask(self.block_mask)
+        x = self.block(target, anchor, len(slots))
         for l, layer in enumerate(self.layers):
             x = layer(x, angles, partial(self.cached, l, slots, mask))
         h = self.norm(x[0, 1:])

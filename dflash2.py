@@ -50,6 +50,8 @@ class Args(CommonArgs):
     n_draft_layer: int = arg(3, "draft layers")
     n_taps: int = arg(5, "target layers whose features are fused")
     n_anchors: int = arg(32, "blocks per training sequence")
+    # Departure: published 1. Shorter blocks leave room for more anchors; most drafts end in slot 1 or 2.
+    n_lengths: int = arg(3, "lengths of training blocks: B, B/4, B/16 ...")
     n_candidates: int = arg(16, "K: tokens kept per slot")
     rank: int = arg(32, "r: width of the selector's tables")
 
@@ -62,10 +64,9 @@ def heads(x, n, n_head):
 class DynamicConv(nn.Module):
     """The two-tap conv around one sublayer: kernels for both sides come from the sublayer's input."""
 
-    def __init__(self, d, block_size):
+    def __init__(self, d):
         super().__init__()
         assert d % 16 == 0, f"{d} is not a multiple of 16"
-        self.block_size = block_size
         self.base = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(2, 1, d))  # (side, tap, d)
         self.dynamic = nn.Linear(d, 4 * d // 16, bias=False)  # W_p
 
@@ -74,20 +75,19 @@ class DynamicConv(nn.Module):
         D = self.dynamic(h).unflatten(-1, (2, 2, -1)).repeat_interleave(16, -1)
         return (self.base + D).permute(2, 3, 0, 1, 4)
 
-    def forward(self, x, kernel):
-        """x (b, T, d), whole blocks. Slot 0 has no predecessor in its block, slot 1 reads the anchor."""
-        blocks = x.unflatten(1, (-1, self.block_size))
-        before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)
+    def forward(self, x, kernel, B):
+        """x (b, T, d), whole blocks of B. Slot 0 has no predecessor in its block, slot 1 reads the anchor."""
+        before = F.pad(x.unflatten(1, (-1, B))[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)
         return torch.addcmul(kernel[0] * x, kernel[1], before)
 
 
 class Layer(nn.Module):
     """One draft layer: queries from the block only, keys and values from the context and the block."""
 
-    def __init__(self, c, block_size):
+    def __init__(self, c):
         super().__init__()
         d, hd = c.n_embd, c.n_embd // c.n_head
-        self.convs = nn.ModuleList([DynamicConv(d, block_size) for _ in range(2)])
+        self.convs = nn.ModuleList([DynamicConv(d) for _ in range(2)])
         self.n_head = c.n_head
         self.ln_1 = nn.LayerNorm(d, bias=False)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
@@ -103,22 +103,22 @@ class Layer(nn.Module):
         k = F.layer_norm(k, k.shape[-1:]) * self.qk_norm[1]
         return torch.stack([rotate(k, angles), v])
 
-    def forward(self, x, angles, attend):
+    def forward(self, x, angles, attend, B):
         """x (b, T, d), whole blocks; angles of its positions; attend: q, k, v (b, n_head, T, hd) -> its output."""
         b, T, d = x.shape
         y = self.ln_1(x)
         before, after = self.convs[0].kernels(y)
-        y = self.convs[0](y, before)
+        y = self.convs[0](y, before, B)
         qkv = heads(self.qkv(y), 3, self.n_head)
         qk = F.layer_norm(qkv[:2], qkv.shape[-1:]) * self.qk_norm
         y = attend(*rotate(qk, angles), qkv[2])
         y = self.attn_proj(y.transpose(1, 2).reshape(b, T, d))
-        x = x + self.convs[0](y, after)
+        x = x + self.convs[0](y, after, B)
         y = self.ln_2(x)
         before, after = self.convs[1].kernels(y)
-        y = self.convs[1](y, before)
+        y = self.convs[1](y, before, B)
         y = self.mlp_proj(F.relu(self.fc(y)).square())
-        return x + self.convs[1](y, after)
+        return x + self.convs[1](y, after, B)
 
 
 def blockwise(context, mask, B, q, k, v):
@@ -148,7 +148,7 @@ class Drafter(nn.Module):
         self.fuse_norm = nn.RMSNorm(d)
         # Departure: MASK is a learned vector; published is an unused entry of the vocabulary.
         self.mask = nn.Parameter(torch.randn(d) * 0.02)
-        self.layers = nn.ModuleList([Layer(config, args.block_size) for _ in range(args.n_draft_layer)])
+        self.layers = nn.ModuleList([Layer(config) for _ in range(args.n_draft_layer)])
         self.norm = nn.LayerNorm(d, bias=False)
         self.A = nn.Embedding(config.vocab_size, args.rank)
         self.B = nn.Embedding(config.vocab_size, args.rank)
@@ -167,19 +167,19 @@ class Drafter(nn.Module):
         return self.fuse_norm(self.fuse(torch.cat(h, -1)).to(self.mask.dtype))
 
     def angles(self, positions):
-        c = self.config
-        return rope_angles(positions, c.n_embd // c.n_head, self.mask.dtype)
+        return rope_angles(positions, self.config.n_embd // self.config.n_head, self.mask.dtype)
 
-    def block(self, target, anchors):
+    def block(self, target, anchors, B):
         """Block inputs [anchor, MASK, ...]: anchors (...,) -> (..., B, d)."""
-        masks = self.mask.expand(*anchors.shape, self.args.block_size - 1, -1)
+        masks = self.mask.expand(*anchors.shape, B - 1, -1)
         return torch.cat([target.wte(anchors)[..., None, :].to(masks.dtype), masks], -2)
 
     def forward(self, target, idx):
         """The training loss. Random anchors in every sequence idx (b, T), all blocks in one pass: a block sees the
         context strictly before its anchor and itself, nothing of other blocks. Slot k at anchor a says token a+k."""
-        (b, T), B, device = idx.shape, self.args.block_size, idx.device
-        A = min(self.args.n_anchors, T - B)
+        (b, T), device = idx.shape, idx.device
+        B = max(2, self.args.block_size // 4 ** int(torch.randint(self.args.n_lengths, ())))
+        A = min(self.args.n_anchors * self.args.block_size // B, T - B)
         with torch.no_grad():
             logits, h = target(idx, taps=self.taps)
         anchor = 1 + torch.rand(b, T - B, device=device).argsort(1)[:, :A]  # (b, A), in 1 .. T-B
@@ -187,16 +187,15 @@ class Drafter(nn.Module):
         position = torch.arange(T, device=device)
         hidden = position >= anchor.repeat_interleave(B, 1)[:, None, :, None]  # (b, 1, A*B, T)
         mask = torch.zeros_like(hidden, dtype=torch.float).masked_fill(hidden, -math.inf)
-        x, H = self.block(target, idx.gather(1, anchor)).flatten(1, 2), self.context(h)
+        x, H = self.block(target, idx.gather(1, anchor), B).flatten(1, 2), self.context(h)
         angles = self.angles(slots.flatten(1)[:, None])
         for layer in self.layers:
             context = layer.inject(H, self.angles(position))
-            x = layer(x, angles, partial(blockwise, context, mask, B))
+            x = layer(x, angles, partial(blockwise, context, mask, B), B)
         x = self.norm(x).unflatten(1, (A, B))[:, :, 1:]  # slot 0 is the anchor itself
         log_q = target.head(x).float().log_softmax(-1)  # (b, A, B-1, V)
         # Departure: published are hard labels on text of the target. Here p, after position a+k-1, is the label.
-        row = torch.arange(b, device=device)[:, None, None]
-        p = logits.float().softmax(-1)[row, slots[:, :, :-1]]
+        p = logits.float().softmax(-1)[torch.arange(b, device=device)[:, None, None], slots[:, :, :-1]]
         before = idx[:, None].expand(-1, A, -1).gather(2, slots[:, :, :-1])
         loss = -(p * log_q).sum(-1) + self.selector_loss(x, log_q, p, before)
         # w_k = exp(-(k-1)/γ_w): an early rejection voids all that follows. γ_w of the paper.
@@ -239,11 +238,10 @@ class Drafter(nn.Module):
         """One pass over [anchor, MASK, ...], anchor (1,); its keys and values, beyond cache.pos, are overwritten by the
         next context. probs: logits -> the distribution to draw from, or None."""
         slots = self.cache.pos + self.cache.index[:self.args.block_size]
-        angles = self.table.index_select(1, slots)
-        mask = self.cache.mask(self.block_mask)
-        x = self.block(target, anchor)
+        angles, mask = self.table.index_select(1, slots), self.cache.mask(self.block_mask)
+        x = self.block(target, anchor, len(slots))
         for l, layer in enumerate(self.layers):
-            x = layer(x, angles, partial(self.cached, l, slots, mask))
+            x = layer(x, angles, partial(self.cached, l, slots, mask), len(slots))
         h = self.norm(x[0, 1:])
         logits = target.head(h)  # (B-1, V)
         q = logits.softmax(-1) if probs is None else probs(logits)

@@ -75,11 +75,12 @@ EXPERIMENTS = [  # (label, method, settings or a change)
     ("q^1.3", "dflash", sharper),
     ("1 layer", "dflash", {"n_draft_layer": 1}),
     ("5 layers", "dflash", {"n_draft_layer": 5}),
+    ("training blocks of B alone", "dflash", {"n_lengths": 1}),
     ("B = 8", "dflash", {"block_size": 8}),
     ("B = 10", "dflash", {"block_size": 10}),
     ("a best-first tree of 24 nodes", "dflash", {"tree": 24}),
     ("default: conv and selector", "dflash2", {}),
-    ("without conv", "dflash2", lambda m: patch.object(m.DynamicConv, "forward", lambda self, x, kernel: x)),
+    ("without conv", "dflash2", lambda m: patch.object(m.DynamicConv, "forward", lambda self, x, kernel, B: x)),
     # Without its loss B, and with it every score, stays 0.
     ("without selector", "dflash2", lambda m: patch.object(m.Drafter, "selector_loss", lambda *_: 0.0)),
 ]

@@ -102,15 +102,19 @@ def test_training_pass_equals_drafting(name, target):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_training_blocks_equal_drafting(name, target, monkeypatch):
+@pytest.mark.parametrize("shorter", [1, 4])
+def test_training_blocks_equal_drafting(name, shorter, target, monkeypatch):
     """Every block trained among others computes what drafting computes from the text before its anchor alone. Anchors
-    are drawn anew in every pass, and come to be all that leave room for a block."""
-    session, drafter = shaken(name, target, block_size=5, n_draft_layer=2, n_anchors=4)
-    seen, idx, drafted, met = heads(monkeypatch, target), text(2, 16), [], set()
+    are drawn anew in every pass, and come to be all that leave room for a block. So it is with shorter blocks."""
+    B = 5
+    session, drafter = shaken(name, target, block_size=B, n_draft_layer=2)
+    seen, idx, drafted, met = heads(monkeypatch, target), text(2, 11 + B), [], set()
     for row, a in product((0, 1), range(1, 12)):
         drafter.draft(target, absorb(target, session, drafter, idx[row, :a + 1]))
         drafted.append(seen[-1].flatten())
     drafted = torch.stack(drafted).unflatten(0, (2, 11))
+    drafter.args.block_size, drafter.args.n_anchors = B * shorter, 4 // shorter
+    monkeypatch.setattr(torch, "randint", lambda *_: torch.tensor(shorter // 4))
     for _ in range(30):  # all 11 anchors but for a chance of 1e-5
         drafter(target, idx)
         trained = seen[-1].flatten(2)  # (2, 4, (B-1) * d)
@@ -149,7 +153,7 @@ def test_slot_k_is_trained_on_token_anchor_plus_k(name, B, gamma_w, target, monk
     """An oracle that gives slot k of the block at anchor a the target's law of token a+k costs the entropy of these
     laws under the published weights, the least there is; the law of a token before or after costs more. No shift."""
     all_tokens = {"n_candidates": 5000} if name == "dflash2" else {}
-    _, drafter = shaken(name, target, block_size=B, **all_tokens)
+    _, drafter = shaken(name, target, block_size=B, n_lengths=1, **all_tokens)
     idx, head, costs = text(3, B + 1), target.head, []  # room for one anchor: position 1
     logits = target(idx)[0]
     w = torch.exp(-torch.arange(B - 1) / gamma_w)
@@ -377,17 +381,17 @@ def test_dynamic_conv(target):
     x, layer = torch.randn(1, 4, 16, dtype=torch.float64), a_round("dflash2", target, block_size=4)[1].layers[0]
     for conv in layer.convs:
         conv.base[1] = 0
-    assert torch.equal(layer(x, torch.ones(2, 4, 8, dtype=torch.float64), F.scaled_dot_product_attention), x)
-    conv, x = DynamicConv(32, block_size=4).double(), torch.randn(2, 12, 32, dtype=torch.float64)
+    assert torch.equal(layer(x, torch.ones(2, 4, 8, dtype=torch.float64), F.scaled_dot_product_attention, 4), x)
+    conv, x = DynamicConv(32).double(), torch.randn(2, 12, 32, dtype=torch.float64)
     h = torch.randn_like(x)
-    assert torch.equal(conv(x, conv.kernels(h * 0)[0]), x)  # the identity to start with
+    assert torch.equal(conv(x, conv.kernels(h * 0)[0], 4), x)  # the identity to start with
     for p in conv.parameters():
         p.normal_()
     D = (h @ conv.dynamic.weight.T).view(2, 12, 2, 2, 2).repeat_interleave(16, -1)  # side, tap, channel
     before = F.pad(x.unflatten(1, (3, 4)), (0, 0, 1, 0))[:, :, :4].flatten(1, 2)
     for side, kernel in enumerate(conv.kernels(h)):
         taps = [conv.base[side, tap] + D[:, :, side, tap] for tap in (0, 1)]
-        close(conv(x, kernel), taps[0] * x + taps[1] * before)
+        close(conv(x, kernel, 4), taps[0] * x + taps[1] * before)
 
 
 def test_selector_scores_pairs_and_walks_greedily(target, monkeypatch):

@@ -351,7 +351,7 @@ def test_interrupting_saves_and_resuming_goes_on(folder):
 
 def train_both():
     """A target, and a drafter with a block at every anchor of a sequence, in float32 on every machine."""
-    drafter = ["--train", "--block_size", 4, "--n_anchors", 99, "--n_draft_layer", 1]
+    drafter = ["--train", "--block_size", 4, "--n_anchors", 99, "--n_draft_layer", 1, "--n_lengths", 1]
     for module, name, own in ((train, "target", SHAPE), (dflash, "dflash", drafter)):
         args = train.parse(module.Args, "", name, [str(word) for word in (*SMALL, *own, "--steps", 2)])
         with mock.patch.object(train.Run, "autocast", lambda run: contextlib.nullcontext()):
